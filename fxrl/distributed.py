@@ -99,11 +99,8 @@ class Ranks:
         return [pickle.loads(part) for part in cut]
 
     def every(self, values: Iterable[T], sharing: int = 1) -> list[T]:
-        """The values of all ranks, behind each other; see ``gather``.
-
-        Args:
-            sharing: consecutive ranks that have the same values, which stand there once.
-        """
+        """The values of all ranks, concatenated; see ``gather``. ``sharing`` consecutive ranks have
+        the same values, which are taken once."""
         return [value for part in self.gather([*values])[::sharing] for value in part]
 
     def broadcast(self, value: T) -> T:
@@ -160,11 +157,8 @@ class Ranks:
         self.exposed_s += begin.elapsed_time(end) / 1000
 
     def collect(self, parts: Mapping[K, T]) -> dict[K, T]:
-        """On the primary, the parts of all ranks, which it gets one by one; elsewhere one's own.
-
-        Args:
-            parts: this rank's, pickled to be sent; tensors among them on the CPU.
-        """
+        """On the primary, the parts of all ranks, received one by one; elsewhere this rank's own.
+        Parts are pickled, so their tensors must be on the CPU."""
         found, cpu = dict(parts), torch.device("cpu")
         received: list[Any] = [None]
         for rank, keys in enumerate(self.gather(list(parts))):
@@ -186,12 +180,8 @@ class Ranks:
             self.wait_s += self._lobby.meet()
 
     def regroup(self, told: str | None) -> None:
-        """After a failure, waits until all ranks have heard of it and are here, to save what each
-        has a part of.
-
-        Args:
-            told: what to tell the others, where this rank has failed.
-        """
+        """After a failure, wait until all ranks have heard of it and are here, to save the part
+        that each has. ``told`` is what to tell the others if this rank has failed."""
         if self._lobby is not None:
             if told is not None:
                 self.fail(told)
@@ -200,7 +190,7 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around collectives: an error of theirs is a rank's that went away meanwhile."""
+        """Around collectives: an error in one means that a rank has gone."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -248,16 +238,12 @@ def ranks_of_host() -> int:
 
 @contextmanager
 def joined(in_words: Callable[[BaseException], str] = str) -> Iterator[Ranks]:
-    """Joins the ranks that torchrun has started; alone where it has not.
+    """Join the ranks that torchrun has started; without torchrun, be alone. ``in_words`` is what
+    other ranks say of an error that ends this one.
 
     Nobody leaves the block before the primary, which has the run's state to save: torchrun ends all
-    processes as soon as one has failed.
-
-    Args:
-        in_words: what another rank says of an error that ends this one.
-
-    Raises:
-        ConfigError: the environment is no rank's, or somebody else has made the process group.
+    processes as soon as one has failed. Raises ``ConfigError`` if the environment is not a rank's,
+    or somebody else has made the process group.
     """
     ranks = _of_environment()
     if ranks._lobby is None:
@@ -322,7 +308,8 @@ def sum_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def buckets(tensors: Sequence[V], most_bytes: int = BUCKET_BYTES) -> Iterator[list[V]]:
-    """In order; each of one device and dtype, and within ``most_bytes`` unless it is one tensor."""
+    """Tensors in order, grouped by device and dtype into at most ``most_bytes`` each (or one
+    tensor)."""
     kinds: dict[tuple[torch.device, torch.dtype], list[V]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -337,7 +324,7 @@ def buckets(tensors: Sequence[V], most_bytes: int = BUCKET_BYTES) -> Iterator[li
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """In which a tensor's sums are made."""
+    """The dtype in which a tensor is summed."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

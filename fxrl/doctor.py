@@ -90,9 +90,8 @@ class Diagnosis:
 def diagnose(*, smoke: bool = True) -> Diagnosis:
     """Looks at this machine.
 
-    Args:
-        smoke: also compile and run a three-line function with Inductor on each kind of device
-            (a few seconds the first time); ``False`` only looks whether the parts are there.
+    ``smoke`` also compiles and runs a three-line function with Inductor on each kind of device, a
+    few seconds the first time; otherwise it only looks whether the parts are there.
     """
     packages = {name: _package(name) for name in REQUIREMENTS}
     gpu = _gpu() if packages["torch"].status == "ok" else None
@@ -237,7 +236,7 @@ def _hopper(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
 
 
 def _offload(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
-    """How fast the link is, and how much may wait behind it."""
+    """Check the speed of the link to the host and the memory behind it."""
     if gpu is None:
         return _NO_GPU
     if not smoke:

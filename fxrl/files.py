@@ -31,11 +31,7 @@ _FLAGS = {
 
 
 def refuse_links(path: Path, below: Path | None = None) -> Path:
-    """``path``, if neither it nor a folder between it and ``below`` is a link.
-
-    Args:
-        below: a folder that holds ``path``, at any depth; its parent where not given.
-    """
+    """``path``, unless it or a folder up to ``below`` (by default its parent) is a link."""
     below = path.parent if below is None else below
     for part in (path, *path.parents):
         if part == below:
@@ -49,16 +45,9 @@ def refuse_links(path: Path, below: Path | None = None) -> Path:
 
 
 def opened(path: Path, mode: Literal["rb", "ab", "a+b", "xb"], *, buffering: int = -1) -> IO[bytes]:
-    """``open`` for plain files: no links, no pipes, no devices.
-
-    Args:
-        mode: reads, appends (and makes the file; with ``+`` reads as well), or makes a file that
-            must not be there.
-
-    Raises:
-        ForeignFileError: it is no plain file, or reached through a link.
-        OSError: as of ``open``.
-    """
+    """``open`` for plain files: no links, pipes or devices. ``mode`` reads, appends (creating the
+    file, and with ``+`` reading as well) or creates. Raises ``ForeignFileError`` if it is no plain
+    file or is reached through a link, and ``OSError`` as ``open`` does."""
     refuse_links(path)
     # Without O_NONBLOCK a pipe without a writer is waited for.
     flags = _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -71,14 +60,11 @@ def opened(path: Path, mode: Literal["rb", "ab", "a+b", "xb"], *, buffering: int
 
 @contextmanager
 def replacing(path: Path, *, work: str = "writing") -> Iterator[IO[bytes]]:
-    """A new file, which takes the place of ``path`` once it is complete and on the disk.
+    """A new file that replaces ``path`` once it is complete and on disk. Until then its name ends
+    in ``work``; two that may write at once need different ones.
 
-    Args:
-        work: the end of its name until then; of two that may write at once, each has its own.
-
-    Raises:
-        ForeignFileError: ``path`` is reached through a link.
-        OSError: it could not be written; ``path`` is as it was.
+    Raises ``ForeignFileError`` if ``path`` is reached through a link, ``OSError`` if it could not
+    be written; ``path`` is then unchanged.
     """
     refuse_links(path)
     new = path.with_name(f".{path.name}.{work}")
@@ -107,12 +93,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A new, empty folder, which takes the place of ``path`` once all in it is on the disk.
-
-    Raises:
-        ForeignFileError: ``path`` is reached through a link.
-        OSError: it could not be written; ``path`` is as it was.
-    """
+    """A new, empty folder that replaces ``path`` once all in it is on disk. Raises
+    ``ForeignFileError`` if ``path`` is reached through a link, ``OSError`` if it cannot be written;
+    ``path`` is then unchanged."""
     refuse_links(path)
     work, former = (path.with_name(f".{path.name}.{what}") for what in ("writing", "former"))
     remove(work)
@@ -134,11 +117,8 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on the disk.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Wait until a file's bytes, or a folder's names, are on disk. Raises ``OSError`` if the disk
+    refuses."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -175,11 +155,8 @@ def make_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a folder with all in it, or a link, but not what it points to; or nothing.
-
-    Raises:
-        OSError: it is still there.
-    """
+    """Remove a file, a folder with all in it, or a link (not its target), if there is one. Raises
+    ``OSError`` if it is still there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

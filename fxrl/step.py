@@ -115,7 +115,7 @@ class TrainStep:
 
     @property
     def plan(self) -> Plan:
-        """What was chosen for each site of every capture so far."""
+        """The choices at each site of every capture so far."""
         return plan_of(self._backend.captures)
 
     def plan_for(
@@ -177,7 +177,7 @@ class TrainStep:
                 capture.planner = replace(capture.planner, target=target, budget=budget)
 
     def explain(self, batch: Any) -> Report:
-        """What would be rewritten for this batch, found on fake tensors; nothing runs."""
+        """Report what would be rewritten for this batch, found on fake tensors; nothing runs."""
         return explained(self.model, self.loss_fn, batch, self.config, self._given)[0]
 
     def dump(self, directory: str | Path) -> Path:
@@ -197,7 +197,7 @@ class TrainStep:
 
     @property
     def captures(self) -> tuple[Capture, ...]:
-        """What was captured so far, for ``dump`` and ``verify``."""
+        """The captures so far, for ``dump`` and ``verify``."""
         return tuple(self._backend.captures)
 
     def without(self, rewrites: frozenset[tuple[str, str]]) -> TrainStep:

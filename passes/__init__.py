@@ -81,13 +81,11 @@ HALF_PIPELINE = Pipeline((MergeAdapterProducts(),))
 
 
 def pipeline(config: Config) -> Pipeline:
-    """The passes that a configuration asks for, in the order of ``REGISTRY``.
+    """The passes that a configuration asks for, in the order of ``REGISTRY``, with those that they
+    require and those that only respell the graph.
 
-    Those that only respell the graph always run, and those that a named one requires.
-
-    Raises:
-        ConfigError: ``config.passes`` or ``config.pass_options`` names an unknown pass, or an
-            option that the pass does not have, or a value that it does not take.
+    Raises ``ConfigError`` if ``config.passes`` or ``config.pass_options`` names an unknown pass, or
+    an option that a pass does not have, or a value that it does not take.
     """
     told = config.pass_options or {}
     for key, names in (("passes", config.passes or ()), ("pass_options", told)):

@@ -88,12 +88,8 @@ class HeadPass(Pass[H]):
 
     @abstractmethod
     def replace(self, gm: fx.GraphModule, site: H, tile_tokens: int, tile: int) -> str:
-        """Rewrite one cluster; what becomes of its logits, in words.
-
-        Args:
-            tile_tokens: rows per tile that are asked for, 0 for none.
-            tile: rows per tile that fit.
-        """
+        """Rewrite one cluster; returns what becomes of its logits, in words. ``tile_tokens`` are
+        the rows per tile that were asked for (0: none), ``tile`` those that fit."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,9 @@ class ChunkVocabRegion(HeadPass[HeadCluster]):
 
 
 def run_by_tiles(gm: fx.GraphModule, head: HeadSite, tile: int) -> None:
-    """Put regions of ``tile`` rows a tile in place of a site's row programs; ``tidy`` afterwards.
-
-    Raises:
-        Refusal: a size is not known where it is needed; the graph has dead nodes more.
-    """
+    """Replace a site's row programs by regions with tiles of ``tile`` rows; call ``tidy``
+    afterwards. Raises ``Refusal``, leaving only dead nodes behind, if a size is not known where it
+    is needed."""
     with gm.graph.inserting_after(last_input(gm.graph)):
         emitter = RowEmitter(gm.graph)
         plans = [_feed(emitter, program) for program in head.programs]

@@ -160,7 +160,7 @@ class Fp8Lora(Pass[FrozenProduct]):
         return cls(config.precision == "fp8")
 
     def measured(self, inputs: Sequence[Any]) -> Self:
-        """With these weights' errors, and with what their device can do."""
+        """The pass with the rounding errors of these weights, and what their device can do."""
         if not self.enabled:
             return self
         held = _held(inputs)
@@ -190,7 +190,8 @@ class Fp8Lora(Pass[FrozenProduct]):
 
     # -- whether
     def decide(self, site: FrozenProduct) -> Choice:
-        """What is small, wide in range or no faster stays; so does what the user names."""
+        """Leave weights that are small, wide in range or no faster in FP8, and those that the user
+        names."""
         if _illegal(site) is not None:
             return Rewrite(self.name)  # which says why
         features, out = _sizes(site)
@@ -237,7 +238,7 @@ class Fp8Lora(Pass[FrozenProduct]):
 
     # -- and how eager would
     def rounded(self, gm: fx.GraphModule) -> list[RoundedWeight]:
-        """Each weight that is multiplied in FP8, as the model has it."""
+        """The weights that are multiplied in FP8, as the model has them."""
         found: dict[fx.Node, RoundedWeight] = {}
         products = (
             (path, node)
@@ -315,7 +316,7 @@ def _weight(right: fx.Node, path: Path) -> tuple[fx.Node, bool] | None:
 
 
 def _inputs(call: fx.Node) -> list[Any]:
-    """What a call hands to its body."""
+    """The inputs that a call hands to its body."""
     inputs: Any = call.args[0] if region_at(call) is not None else call.args[1:]
     return list(inputs)
 

@@ -90,11 +90,8 @@ class FuseLinearLogprob(HeadPass[LogprobSite]):
 
 
 def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
-    """A row program as statistics of one head.
-
-    Raises:
-        Refusal: it has several heads, or needs a statistic that the op does not return.
-    """
+    """A row program as statistics of one head. Raises ``Refusal`` if it has several heads, or needs
+    a statistic that the op does not return."""
     products = [e for e in walk(program.roots) if e.target in _PRODUCTS or is_piecewise_product(e)]
     if len(products) != 1:
         raise Refusal("the logits of several heads are used together")

@@ -32,7 +32,7 @@ class LayerCalls(Site):
 
 @dataclass(frozen=True)
 class InlineLayers(Normalisation[LayerCalls]):
-    """Each call of a layer as the nodes of its graph."""
+    """Replaces each call of a layer by the nodes of the layer's graph."""
 
     name: ClassVar[str] = "inline-layers"
     stage: ClassVar[Stage] = Stage.FIND

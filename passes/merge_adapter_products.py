@@ -106,7 +106,7 @@ def _is_scaling(node: object) -> bool:
 
 
 def _on(graph: fx.Graph, before: fx.Node, views: Sequence[fx.Node], value: Any) -> Any:
-    """The same views, of ``value``."""
+    """Copies of these views, applied to ``value``."""
     with graph.inserting_before(before):
         for view in reversed(views):
             copy = graph.call_function(view.target, (value, *view.args[1:]), dict(view.kwargs))  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def _merge_sums(graph: fx.Graph) -> int:
 
 
 def sums_of_products(graph: fx.Graph, *targets: Any) -> list[list[Product]]:
-    """Of two or more calls of these targets, whose results nothing else reads."""
+    """Sums of at least two calls of these targets whose results nothing else reads."""
     return [found for root in _roots(graph) if len(found := _summands(root, targets)) > 1]
 
 
@@ -207,10 +207,8 @@ def _same_width(node: fx.Node, root: fx.Node) -> bool:
 
 
 def _worth(summands: Sequence[Product], readers: dict[fx.Node, int]) -> list[Product]:
-    """Those to merge, the widest left operand first; fewer than two where none pays.
-
-    A merged product saves writing and reading a result; it costs copying its operands.
-    """
+    """The products to merge, the widest left operand first; fewer than two if it does not pay. A
+    merged product saves writing and reading a result, and costs copying its operands."""
     saved = 2 * nbytes(summands[0].node)
     costs = {
         product: 2 * (nbytes(product.left) // readers[product.left] + nbytes(product.right))

@@ -58,11 +58,7 @@ _LEAST_HIDDEN = {"cpu": 2**24, "meta": 2**24, "cuda": 2**20}
 
 @dataclass(frozen=True, slots=True)
 class LayerSite(Site):
-    """Layers that are alike.
-
-    Attributes:
-        layers: each with the graph that holds it: the outer one, or a checkpointed body.
-    """
+    """Equal layers, each with the graph that holds it: the outer one, or a checkpointed body."""
 
     layers: tuple[tuple[fx.GraphModule, Layer], ...]
 
@@ -122,7 +118,7 @@ class OutlineLayers(Pass[LayerSite]):
             yield from _judged(tuple(group))
 
     def planned(self, site: LayerSite, plan: Plan) -> Choice | None:
-        """What it says of one of the layers, it says of a region."""
+        """The plan's choice for the site; a rewrite, too, where the plan cuts one of its layers."""
         cuts = (plan.choices.get(layer.site) for _, layer in site.layers)
         asked = Rewrite(self.name) if any(isinstance(cut, CutLayer) for cut in cuts) else None
         return plan.choices.get(site.name) or asked
@@ -240,13 +236,11 @@ def names_of(site: LayerSite) -> str:
 
 # ---------------------------------------------------------------------------- what is done
 def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphModule, int]) -> int:
-    """Let layers that differ in which inputs need a gradient share one body; count the bodies.
+    """Let layers that differ only in which inputs need a gradient share one body; returns the
+    number of bodies. ``times`` says how often the model runs each graph.
 
-    The first layer's input needs none where the embeddings are frozen. A body of its own would cost
-    its compile time; a gradient that nobody reads costs a few products of one layer.
-
-    Args:
-        times: how often the model runs each graph.
+    The first layer's input needs no gradient if the embeddings are frozen. A body of its own would
+    cost its compile time; an unread gradient costs a few products of one layer.
     """
     mine = {region.id for region in regions}
     calls = [call for call in region_calls(gm) if call.meta["region"].id in mine]
@@ -262,7 +256,7 @@ def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphMod
     count = 0
     for variants in alike.values():
         total = sum(map(made, variants.values()))
-        widest = max((v[0].meta["region"] for v in variants.values()), key=_num_grads)
+        widest = max((v[0].meta["region"] for v in variants.values()), key=lambda r: r.num_grads)
         for group in variants.values():
             first = group[0].meta["region"]
             rare = _RARE * made(group) <= total
@@ -272,10 +266,6 @@ def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphMod
             else:
                 count += 1
     return count
-
-
-def _num_grads(region: Region) -> int:
-    return sum(spec.needs_grad for spec in region.inputs)
 
 
 def _covers(wide: Region, narrow: Region) -> bool:

@@ -36,14 +36,14 @@ _NORMS = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
 
 @dataclass(frozen=True, slots=True)
 class NormSite(Site):
-    """What is elementwise behind a layer."""
+    """A group of elementwise ops behind a layer."""
 
     nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class OutlineNorms(Pass[NormSite]):
-    """Each group of elementwise ops behind a layer as a region."""
+    """Makes each group of elementwise ops behind a layer a region."""
 
     name: ClassVar[str] = "outline-norms"
     requires: ClassVar[tuple[str, ...]] = ("outline-layers",)

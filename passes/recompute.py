@@ -82,7 +82,7 @@ class Recompute(LayerPass):
     )
 
     def decide(self, site: OutlinedLayer) -> Choice:
-        """What the user checkpoints is run again; elsewhere products are kept."""
+        """Run everything again in layers that the user checkpoints; keep the products in others."""
         return CutLayer("inputs" if site.opened else "products")
 
     def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied:

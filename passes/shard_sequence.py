@@ -298,7 +298,7 @@ class _Sharing:
         return self._known[key]
 
     def _whole(self, node: fx.Node, share: Share) -> fx.Node:
-        """All of a shared value."""
+        """Gather a shared value."""
         key = ("whole", node)
         if key not in self._known:
             build = self._builder(node.graph)
@@ -415,7 +415,7 @@ def _one_source(node: fx.Node, dim: int) -> tuple[fx.Node | None, int]:
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """Where a value made of ``node`` may stand: behind all inputs."""
+    """The node behind which a value made from ``node`` may be placed: after all inputs."""
     return last_input(node.graph) if node.op == "placeholder" else node
 
 

@@ -44,7 +44,8 @@ _TENSOR_OVERLOADS: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class NumberSite(Site):
-    """All numbers that a graph reads off floating-point tensors: their arithmetic may meet."""
+    """The numbers that one graph reads off floating-point tensors, all together: their arithmetic
+    may meet."""
 
     scalars: tuple[fx.Node, ...]
 
@@ -97,7 +98,7 @@ def _scalar(builder: Builder, source: Any) -> fx.Node:
 
 
 def _compute(builder: Builder, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The same arithmetic in float64 on 0-d tensors."""
+    """Do the arithmetic of these numbers in float64 on 0-d tensors."""
     like = next(tensors[arg] for arg in node.all_input_nodes if arg in tensors)
 
     def convert(arg: Any) -> fx.Node:

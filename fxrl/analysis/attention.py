@@ -135,7 +135,7 @@ _SAME = (*COPIES, aten.expand.default)
 
 
 def known(node: Any) -> Known | None:
-    """What ``node`` is, or None when the graph alone does not tell."""
+    """The value of ``node`` in closed form; None if the graph alone does not tell it."""
     if isinstance(node, (int, bool)):
         return Constant(node)
     if not is_tensor(node) or node.op != "call_function":

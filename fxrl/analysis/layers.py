@@ -89,11 +89,8 @@ def layer_nodes(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
-    """A layer's nodes as parts between barriers.
-
-    Args:
-        illegal: ``node -> str | None``, why a node cannot stand inside a body.
-    """
+    """Split a layer's nodes into parts at the barriers, the nodes for which ``illegal`` gives a
+    reason why they cannot be inside a body."""
     stages, barriers = _stages(nodes, illegal)
     _sink_weights(nodes, stages, {barrier.node for barrier in barriers})
     count = 1 + max(stages.values(), default=-1)

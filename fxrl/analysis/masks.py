@@ -73,11 +73,8 @@ def is_square(mask: fx.Node) -> bool:
 
 
 def factored(mask: fx.Node) -> FactoredMask:
-    """A mask of bools as an expression over vectors.
-
-    Raises:
-        Refusal: a square value is an input, or is made of other than single pairs.
-    """
+    """A boolean mask as an expression over vectors. Raises ``Refusal`` if a [query, key] value is
+    an input, or is not computed pair by pair."""
     if val_of(mask).dtype != torch.bool:
         raise Refusal("it adds numbers to the scores", "give attention a mask of bools", mask)
     reader = _Reader()
@@ -111,7 +108,7 @@ class _Reader:
     vectors: dict[tuple[fx.Node, Axes], str] = field(default_factory=dict)
 
     def text(self, node: fx.Node, axes: Axes) -> str:
-        """What ``node`` is at one pair."""
+        """The expression of ``node`` at one pair of a query and a key."""
         made = known(node)
         if isinstance(made, Positions) and (index := _INDEX.get(axes[made.dim] or 0)):
             return _moved(index, made.offset)
@@ -191,7 +188,7 @@ def _is_bool(arg: Any) -> bool:
 
 
 def _all(factors: Sequence[str]) -> str:
-    """All of them at once; nothing is left of a mask that is true everywhere."""
+    """The conjunction of all factors; refuses a mask that is true everywhere, which has none."""
     if not factors:
         raise Refusal("it hides nothing", "give no mask")
     return reduce("bitwise_and({}, {})".format, factors)

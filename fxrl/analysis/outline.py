@@ -79,13 +79,11 @@ def illegal(node: fx.Node) -> str | None:
 
 
 def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
-    """The smallest part of the graph around ``nodes`` that one call can stand for.
+    """The smallest part of the graph around ``nodes`` that one call can replace.
 
-    Whatever lies on a path between two of the nodes belongs to it, and so do all parts of a result
-    of several tensors. Sizes never count as inputs: they are read off the input tensors.
-
-    Raises:
-        Refusal: the part holds random numbers, writes, or calls with a graph for a body.
+    It includes everything on a path between two of the nodes, and all elements of a result that is
+    a tuple. Sizes never count as inputs: they are read off the input tensors. Raises ``Refusal`` if
+    the part draws random numbers, writes, or calls an op that has a graph for a body.
     """
     order = list(graph.nodes)
     inside = _closed(order, {node for node in nodes if computes(node)})
@@ -107,15 +105,9 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
 def outline(
     gm: fx.GraphModule, nodes: Collection[fx.Node], *, cut: Cut = "inputs", layer: str = ""
 ) -> Region:
-    """Replace a part of the graph by a region call, in place; ``tidy`` the graph afterwards.
-
-    Args:
-        gm: a lowered graph, with ``meta["val"]`` and ``meta["requires_grad"]``.
-        nodes: what to outline; see ``find_outline`` for what is added.
-
-    Raises:
-        Refusal: it cannot be outlined; the graph is unchanged but for dead nodes.
-    """
+    """Replace ``nodes``, and what ``find_outline`` adds to them, by a region call, in place;
+    ``tidy`` the graph afterwards. Raises ``Refusal``, leaving only dead nodes behind, if they
+    cannot be outlined."""
     found = find_outline(gm.graph, nodes)
     body = _body(gm, found)
     specs = []
@@ -157,7 +149,7 @@ def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _example(node: fx.Node) -> torch.Tensor | None:
-    """What an input looks like; constants of the graph are tensors of its module."""
+    """The (fake) tensor of an input; that of a constant is held by the graph's module."""
     if node.op == "get_attr" and tensor_val(node) is None:
         held = getattr(node.graph.owning_module, str(node.target), None)
         return held if isinstance(held, torch.Tensor) else None

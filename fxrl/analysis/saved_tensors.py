@@ -112,9 +112,9 @@ class Kept:
 
 
 def kept_by(region: Region) -> Kept:
-    """What a region keeps as its cut says.
+    """The values that a region keeps under its cut.
 
-    The ``fewest`` bytes are the partitioner's to find; here they are those for the products.
+    The partitioner finds the ``fewest`` bytes; here those for the products stand for them.
     """
     known = _KEPT.setdefault(region.forward, {})
     key = (region.cut, *(spec.needs_grad for spec in region.inputs))
@@ -143,7 +143,7 @@ def _kept(region: Region) -> Kept:
 
 
 def _kept_op_by_op(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
-    """What autograd keeps, and whether a product reads it."""
+    """Each value that autograd keeps, and whether a product reads it."""
     kept: dict[fx.Node, bool] = {}
     for node in nodes:
         for value in map(base_of, read_later(node)):
@@ -153,7 +153,7 @@ def _kept_op_by_op(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
 
 
 def _kept_for_products(nodes: Sequence[fx.Node], eager: Mapping[fx.Node, bool]) -> set[fx.Node]:
-    """What a region keeps that runs norms and activations again, but no product."""
+    """The values that a region keeps if it runs norms and activations again, but no product."""
     inside = set(nodes)
     kept: set[fx.Node] = set()
     for value, whole in eager.items():
@@ -177,7 +177,8 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
-    """What ``value`` is computed from: values kept already, products, inputs; maybe itself."""
+    """The values that ``value`` can be computed again from: kept ones, products and inputs; perhaps
+    only itself."""
     found: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     stack = [value]

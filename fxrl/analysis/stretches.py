@@ -52,7 +52,7 @@ def stretches_of(gm: fx.GraphModule, layers: Collection[str]) -> Iterator[Stretc
 
 
 def _tails(runs: Sequence[Sequence[fx.Node]], behind: Sequence[Sequence[fx.Node]]) -> list[int]:
-    """How many of the ops behind each layer's regions are its own."""
+    """For each layer, the number of ops behind its regions that belong to it."""
     kinds = [tuple(call.meta["region"].id_without_grads for call in run) for run in runs]
     last = len(runs) - 1
     found = []
@@ -68,7 +68,7 @@ def _tails(runs: Sequence[Sequence[fx.Node]], behind: Sequence[Sequence[fx.Node]
 
 
 def _same(ops: Sequence[fx.Node], others: Sequence[fx.Node]) -> int:
-    """How many ops two sequences begin with alike."""
+    """The length of the common beginning of two sequences of ops."""
     pairs = zip(ops, others, strict=False)
     return len([*takewhile(lambda pair: pair[0].target == pair[1].target, pairs)])
 

@@ -57,7 +57,7 @@ _SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a value a rank holds."""
+    """The part of a value that a rank holds."""
 
     ids: fx.Node  # the embedding's indices; their last dim counts all T tokens
     dim: int  # the dim with ``outer * length * inner`` entries, tokens in the middle
@@ -76,7 +76,7 @@ class Share:
         return share_of(self.tokens, ranks)
 
     def size(self, ranks: int) -> Size:
-        """Of ``dim`` on a rank."""
+        """The size of ``dim`` on a rank."""
         return self.outer * self.local(ranks) * self.inner
 
     def alike(self, other: Share) -> bool:
@@ -90,7 +90,7 @@ Shares = Share | None | tuple[Share | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What becomes of a node that reads shared values."""
+    """The way in which a node that reads shared values is computed on a rank."""
 
     shares: Shares  # what its result is; None where it is whole
     # Whole operands of which a rank's part is read.
@@ -113,7 +113,7 @@ class SharedGraph:
     results: tuple[Share | None, ...] = ()  # of a body, what it returns
 
     def share(self, node: object) -> Share | None:
-        """What a rank holds of an operand; None of what is whole."""
+        """The part of an operand that a rank holds; None if the operand is whole."""
         found = self.shares.get(node) if isinstance(node, fx.Node) else None
         return found if isinstance(found, Share) else None
 
@@ -312,7 +312,7 @@ def _share_in(step: Step) -> Share:
 
 
 def _of_each(node: fx.Node, share: Share) -> Shares:
-    """The same of each tensor that a node returns."""
+    """The same share for each tensor that a node returns."""
     val = node.meta["val"]
     return share if isinstance(val, torch.Tensor) else (share,) * len(val)
 

@@ -114,13 +114,9 @@ def guarded_names() -> set[str]:
 
 
 def written_by_trace(among: Iterable[int] | None = None) -> dict[int, Any]:
-    """What traced code has written into Python objects older than the trace at hand, by their ids.
-
-    The attributes that were set to constants, and their values; else what equals nothing else.
-
-    Args:
-        among: ids of the objects that are asked for; None for all.
-    """
+    """What traced code has written into Python objects that are older than the trace, by the
+    objects' ids: the attributes set to constants with their values, otherwise something equal to
+    nothing else. ``among`` restricts the ids."""
     effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
     known = effects.id_to_variable
     asked = known.items() if among is None else ((key, known[key]) for key in among if key in known)
@@ -149,11 +145,8 @@ _name_of_line = _tracer.get_funcname
 
 @contextmanager
 def uncollected(before_more: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """No garbage is collected inside, where objects are made by the thousand, and kept.
-
-    Args:
-        before_more: called before collecting goes on; not where nothing was collected ahead.
-    """
+    """Pause garbage collection while objects are made by the thousand, and kept. ``before_more`` is
+    called before it resumes, if it was on."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -44,7 +44,7 @@ def _forward(wrapper: Any, known: MethodType | None) -> MethodType:
 
 
 def _wrappers(model: nn.Module) -> Iterator[Any]:
-    """Those whose module may have a twin."""
+    """The adapter layers whose module may have a twin."""
     lora: Any = sys.modules.get("peft.tuners.lora.layer")  # where it is not loaded, none is adapted
     kind: Any = getattr(lora, "ParamWrapper", ())
     for part in model.modules():

@@ -129,7 +129,7 @@ def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def random_states() -> list[torch.Tensor]:
-    """Those of PyTorch's generators: the CPU's, and of GPUs that are in use."""
+    """States of PyTorch's generators: the CPU's, and those of GPUs in use."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else ())]
 

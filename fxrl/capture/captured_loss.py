@@ -176,11 +176,8 @@ class CapturedLoss:
         return _LAYERS_ONCE if self._repeated else _WHOLE
 
     def _run(self, way: int, batch: Any) -> Any:
-        """The captured loss.
-
-        Raises:
-            _CaptureFailedError: a compilation failed, or the first run of what it made.
-        """
+        """The captured loss. Raises ``_CaptureFailedError`` if a compilation failed, or the first
+        run of its result."""
         once = way == _LAYERS_ONCE
         generation = self._repeated.generation if once else 0
         branches = self._branches[way]
@@ -252,7 +249,7 @@ class CapturedLoss:
         self._note(RemarkKind.MISSED, place_of(self._own_place())[0], reason, cure)
 
     def _own_place(self) -> list[FrameSummary]:
-        """Where the loss begins."""
+        """File and line at which the loss function begins."""
         code = getattr(inspect.unwrap(self._loss_fn), "__code__", None)
         return [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
 

@@ -24,14 +24,14 @@ Autocasts = tuple[tuple[str, torch.dtype], ...]
 
 
 def autocasts() -> Autocasts:
-    """Those in force."""
+    """The autocast settings in force."""
     kinds = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 @contextmanager
 def under(casts: Autocasts) -> Iterator[None]:
-    """With these in force, and no others."""
+    """Run with exactly these autocast settings in force."""
     wanted = dict(casts)
     with ExitStack() as stack:
         for kind in {*wanted, *dict(autocasts())}:

@@ -33,11 +33,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; ``argv`` defaults to the process's own arguments.
-
-    Returns:
-        The exit code. ``--help`` and a wrong usage return as well (0 and 2).
-    """
+    """Run one command (``argv``: None for the process's own) and return its exit code; ``--help``
+    and wrong usage return too (0 and 2)."""
     try:
         args = parse(argv)
     except SystemExit as stop:  # argparse has already printed the help or the error

@@ -44,7 +44,7 @@ _STEPS = 4  # the first of which compiles
 
 @dataclass(slots=True)
 class Bundle:
-    """What was found."""
+    """The findings of a bundle."""
 
     files: dict[str, bytes] = field(default_factory=dict)  # path in the bundle -> content
     # Heading -> text, as the page shows them.
@@ -79,14 +79,11 @@ def write_bundle(
     facts: Mapping[str, Any],
     say: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
-    """Runs a step a few times, compares it with eager, and writes what was found.
+    """Runs a step a few times, compares it with eager, and writes what was found to a ``.zip``.
 
-    Args:
-        step: its gradients are as before afterwards.
-        batch: any pytree that it takes.
-        path: ends in ``.zip``; a file that is there is replaced.
-        facts: what the reader must know besides, such as machine and command; goes into JSON.
-        say: hears what is being done.
+    The step's gradients are put back, and a file at ``path`` is replaced. ``facts`` go into the
+    JSON: what the reader must know besides, such as machine and command. ``say`` hears of the
+    progress.
     """
     path = check_path(path)
     made = Bundle()
@@ -148,7 +145,7 @@ def _measured(made: Bundle, step: TrainStep, batch: Any) -> None:
 
 
 def _seconds(step: TrainStep, batch: Any, on_gpu: bool) -> float:
-    """Of forward and backward."""
+    """Seconds of a forward and a backward."""
     started = time.perf_counter()
     loss, _ = split_result(step(batch))
     loss.backward()  # type: ignore[no-untyped-call]

@@ -58,11 +58,8 @@ def _table(pairs: Iterable[str], problems: list[str]) -> dict[str, Any]:
 
 
 def empty_model(args: argparse.Namespace, *, as_trained: bool = False) -> nn.Module:
-    """The model without weights (meta device), in training mode, with LoRA if asked for.
-
-    Args:
-        as_trained: as ``fxrl train`` runs it: an adapter on bf16 weights under autocast.
-    """
+    """The model without weights (on ``meta``), in training mode, with LoRA if asked for;
+    ``as_trained`` as ``fxrl train`` runs it, an adapter on bf16 weights under autocast."""
     config = _hf_config(args.model)
     bits, model = _quantization(args), build_from_config(config, args.dtype, "meta")
     how = settled(args.model, config, bits)
@@ -177,11 +174,8 @@ def target(name: str) -> Target:
 
 
 def planned_target(args: argparse.Namespace, held: int) -> Target:
-    """``--target`` with the memory that the command line names.
-
-    Args:
-        held: bytes of it that are somebody else's all along.
-    """
+    """``--target`` with the memory that the command line names, less ``held`` bytes that others
+    hold throughout."""
     found = target(args.target)
     named = [args.gpu_memory, optimize_config(args.config).gpu_memory, found.gpu_bytes]
     size = next(size for size in named if size is not None)

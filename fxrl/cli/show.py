@@ -38,8 +38,8 @@ def as_json(value: Any) -> None:
 
 @contextmanager
 def working(words: str) -> Iterator[Say]:
-    """On stderr, while the block lasts: what is being done, and for how long. What the compiler
-    tells its log is shown too; the block itself must not print."""
+    """Show on stderr, while the block lasts, what is being done and for how long, including what
+    the compiler logs; the block itself must not print."""
     with (
         reporter_on(Console(stderr=True), json=False, log=PatientReporter) as reporter,
         reporter.stage(words) as say,
@@ -69,7 +69,7 @@ def report(found: Report) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What ``fxrl plan`` found."""
+    """The findings of ``fxrl plan``."""
 
     plan: Plan  # with the rollout, if there is one
     advice: Advice | None  # None where nothing fits

@@ -131,7 +131,7 @@ def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]:
 
 
 class _JointPasses(CustomGraphPass):
-    """What AOTAutograd lets Inductor do to a graph before it is lowered.
+    """Inductor's passes over a joint graph, run before it is lowered.
 
     NOTE [Why by a hook]: it runs only where the cache has nothing. The first run of these passes
     makes all their patterns, a second of CPU time, and a second process needs none of them.
@@ -157,7 +157,7 @@ def inductor_decompositions() -> Any:
 
 
 def without_repeats(gm: fx.GraphModule) -> None:
-    """What is computed twice alike, random draws apart, is computed once."""
+    """Compute equal nodes only once, unless they draw random numbers."""
     from torch._functorch.compile_utils import fx_graph_cse
 
     gm.graph = fx_graph_cse(gm.graph)

@@ -167,12 +167,9 @@ class Backend:
     def _fitting(
         self, capture: Capture, planner: Callable[[fx.GraphModule, Plan], Plan] | None
     ) -> Rewritten:
-        """A capture's graph after all passes; where no plan fits, what they left op by op because
-        it is faster gives way.
-
-        Raises:
-            PlanError: nothing fits the budget that the user gave.
-        """
+        """The graph after all passes. If no plan fits, the passes run again in their sparing
+        variants, which also rewrite what is faster op by op. Raises ``PlanError`` if even then
+        nothing fits the budget that the user gave."""
         assert capture.lowered is not None
         assert capture.pipeline is not None
         fast, sparing = capture.pipeline, capture.pipeline.sparing()
@@ -195,7 +192,8 @@ class Backend:
     def _planner(
         self, capture: Capture, inputs: Sequence[Any]
     ) -> Callable[[fx.GraphModule, Plan], Plan] | None:
-        """What makes the plan: where memory is bounded, or predictions are asked for."""
+        """A function that makes the plan; None if memory is unbounded and no prediction is
+        wanted."""
         assert capture.lowered is not None
         device = _gpu_of(capture.lowered)
         if device is None and self.config.gpu_memory is None and not self.always_planned:
@@ -234,12 +232,12 @@ class Backend:
         return Limits.common(told_by_ranks(limits, ranks))
 
     def _made(self, capture: Capture, gm: fx.GraphModule, plan: Plan, batch: Batch) -> Plan:
-        """Its planner's plan; of ranks that share sequences, the first one's for all: what runs
-        again sends again, so ranks whose plans differ would wait for each other for ever.
+        """The planner's plan for a batch. Ranks that share sequences all take the first rank's:
+        whatever runs again also communicates again, so ranks with different plans would wait for
+        each other forever.
 
-        Raises:
-            PlanError: nothing fits the budget that the user gave.
-            FxrlError: the ranks have captured different graphs.
+        Raises ``PlanError`` if nothing fits the user's budget, ``FxrlError`` if the ranks have
+        captured different graphs.
         """
         capture.found = clone(gm)  # what acts on it next changes it
         planner: Planner = capture.planner
@@ -398,7 +396,8 @@ def _taken_back(remark: Remark, why: str) -> Remark:
 
 
 def _note_not_found(capture: Capture, given: Plan) -> None:
-    """What a plan says of sites that this graph has not: it was made for another."""
+    """Note the sites of a given plan that this graph does not have: it was made for another
+    graph."""
     known = {} if capture.rewritten is None else capture.rewritten.plan.choices
     here = [s for s in given.choices if s.startswith(f"{capture.index}:") and s not in known]
     for site in here:

@@ -67,9 +67,8 @@ class _Planned:
 class ByPlan:
     """Runs a capture by a plan that fits the batch.
 
-    Args:
-        alone: whether no other rank waits for what the run sends; else nothing of it may run again
-            here, and an error that memory ran out is the user's.
+    Unless it is ``alone``, other ranks wait for what a run sends: then nothing may run again here,
+    and running out of memory is an error.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class ByPlan:
         self._short: _Planned | None = None
 
     def run(self, *args: Any) -> Any:
-        """What the capture returns, by the plan for these sizes."""
+        """Run the capture by the plan for the sizes of ``args``."""
         batch = self._batch(args)
         if self._short is not None:
             self._tighten(self._short)
@@ -119,11 +118,8 @@ class ByPlan:
         return self._watched(again, args)
 
     def _watched(self, planned: _Planned, args: Sequence[Any]) -> Any:
-        """What a plan's run returns; its backward is watched, too.
-
-        Raises:
-            torch.OutOfMemoryError: it says where, and what had been predicted.
-        """
+        """Run a plan, and watch its backward too. An ``OutOfMemoryError`` says where memory ran
+        out, and what had been predicted there."""
         watch = Watch(lambda shortage: self._ran_out(planned, shortage), host_room)
         try:
             with watch.running():
@@ -199,12 +195,9 @@ class ByPlan:
         self._known.clear()
 
     def _again(self, failed: _Planned, batch: Batch, args: Sequence[Any], told: str) -> _Planned:
-        """What runs a batch whose plan failed.
-
-        Raises:
-            torch.OutOfMemoryError: no other plan needs less.
-            HostMemoryError: the user's plan asks for what the host does not give.
-        """
+        """A new plan for a batch whose plan failed. Raises ``OutOfMemoryError`` if no other plan
+        needs less, ``HostMemoryError`` if the user's own choices need more host memory than there
+        is."""
         capture = self._capture
         try:
             planned = self._plan(batch, args, told)
@@ -222,7 +215,7 @@ class ByPlan:
 
 
 def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
-    """What was predicted and what was found where memory ran out, in words."""
+    """Say in words how much memory was predicted and how much was in use where it ran out."""
     layers, timeline, used = planned.layers, planned.plan.timeline, shortage.used_bytes
     layer = layers[shortage.op] if shortage.op < len(layers) else None
     found = [m for m in timeline if m.phase == phase and m.layer == layer]
@@ -239,8 +232,8 @@ def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
 
 
 def _layers(gm: fx.GraphModule, plan: Plan) -> Iterator[int | None]:
-    """For each op that autograd remembers, in the order in which they run, its layer's number; None
-    for heads and what else is no layer."""
+    """The layer number of each op that autograd records, in execution order; None for heads and
+    other ops outside layers."""
     sites = [site for site, choice in plan.choices.items() if isinstance(choice, CutLayer)]
     number = {site: place for place, site in enumerate(sites)}
     for node in gm.graph.nodes:

@@ -40,20 +40,10 @@ def _read_by(values: Iterable[fx.Node], ops: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 class Outside:
-    """What is outside of the layers: weights, embeddings, the last norm, head and loss.
+    """The costs of all that is outside of the layers: weights, embeddings, last norm, head, loss.
 
-    Args:
-        runs: the layers' ops.
-        holding: the weights that have a gradient.
-        state_shards: ranks that share out the optimizer's states.
-
-    Attributes:
-        base_bytes: alive from the step's begin to its end.
-        head_bytes: allocated at most between the last layer's forward and its backward.
-        gradients: bytes of the gradients of weights ahead of the layers, and of those behind; where
-            a weight has a gradient, the new one is added to it.
-        held_bytes: of gradients that are there from the begin.
-        seconds: of all of it.
+    ``runs`` are the layers' ops, ``holding`` the weights that have a gradient already, and
+    ``state_shards`` ranks share out the optimizer's states.
     """
 
     def __init__(
@@ -79,13 +69,15 @@ class Outside:
         states = _ADAM_STATES * self._bytes(trained) // state_shards
         shared = self._bytes(self._shared(ahead)) + self._buffers(ops)
         shared += profile(between, measure, self._cost).kept_bytes
-        self.held_bytes = self._bytes(holding)
+        self.held_bytes = self._bytes(holding)  # gradients that are there when the step begins
+        # Alive during the whole step.
         self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES + self.held_bytes
         embedded, headed = _read_by(trained, ahead), _read_by(trained, behind)
         # The gradient of a weight that has one is added to that at once, unless the weight is read
         # ahead of the layers, too (it is tied): then it waits for the rest of itself.
         added = (headed & holding) - embedded
-        self.gradients = self._bytes(embedded), self._bytes(headed - added)
+        self.gradients = self._bytes(embedded), self._bytes(headed - added)  # ahead, and behind
+        # The most that is allocated between the last layer's forward and its backward.
         self.head_bytes = profile(behind, measure, self._cost).peak_bytes + self._bytes(added)
         eager = eager_seconds(outside, measure, target)
         self.seconds = eager + sum(map(self._seconds, outside))
@@ -105,8 +97,8 @@ class Outside:
         return 2 * max(pieces, default=0)
 
     def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
-        """What stays until the backward and is no layer's: what several layers read, or the ops
-        behind them, and what derivatives of the ops ahead do."""
+        """Values that stay until the backward and belong to no layer: those that several layers or
+        the ops behind them read, and those that the derivatives of the ops ahead read."""
         shared = {base_of(value) for node in ahead for value in read_later(node)}
         for run in self._runs:
             read = {base_of(arg) for node in run.nodes for arg in node.all_input_nodes}
@@ -137,8 +129,8 @@ class Outside:
         return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
 
     def _gradient_scratch(self, node: fx.Node) -> int:
-        """Of a trained head a tile of the logits' gradient, and where that is not all rows the sums
-        over them of the weight's."""
+        """Scratch of a trained head's backward: a tile of the logits' gradient and, if that does
+        not cover all rows, the sums of the weight's gradient over tiles."""
         given, measure = bound(node), self._measure
         if not needs_grad(given["weight"]):
             return _HEAD_BACKWARD_SCRATCH
@@ -155,10 +147,11 @@ class Outside:
         return self._profiles(off_meta(region)).at(values, self._measure, self._target, tile)
 
     def _seconds(self, node: fx.Node) -> float:
-        """Of a head, N rows, H wide, V entries, or of another region.
+        """Seconds of a loss head or of another region that is no layer.
 
-        A head's products take 2 N H V FLOPs each: the logits, and the gradient of the rows; where
-        that is not made in the forward, the logits once more; and the weight's gradient.
+        For N rows, width H and V entries, each product of a head takes 2 N H V FLOPs: the logits,
+        the gradient of the rows (with the logits once more unless the forward makes it), and the
+        weight's gradient.
         """
         if (region := region_at(node)) is not None:
             figures = self._figures(node, region)

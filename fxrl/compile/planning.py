@@ -61,15 +61,12 @@ _GUESSES = 12
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a plan depends on of a batch, and of the moment it comes.
+    """What a plan depends on: a batch's sizes, and which weights hold a gradient when it comes."""
 
-    Attributes:
-        sizes: symbols of the outer graph, and what they are; () for those it was captured with.
-        held: places of the graph's inputs that are weights and have a gradient of an earlier
-            backward: of another micro-batch, or one that was set to zeros.
-    """
-
+    # Symbols of the outer graph and their values; () stands for the batch of the capture.
     sizes: tuple[tuple[Any, int], ...] = ()
+    # Indices of the graph's inputs that are weights with a ``.grad`` already: of an earlier
+    # micro-batch, or zeros.
     held: frozenset[int] = frozenset()
 
     def within(self, other: Batch) -> bool:
@@ -90,18 +87,13 @@ class Planner:
     accumulated: bool = False
 
     def __call__(self, gm: fx.GraphModule, plan: Plan, batch: Batch | None = None) -> Plan:
-        """The plan with a choice for every layer, and what is predicted of the step.
-
-        Args:
-            batch: that is not the one the graph was captured with.
-
-        Raises:
-            PlanError: nothing fits the budget that the user gave.
-        """
+        """The plan with a choice for every layer, and the predictions for the step; ``batch`` if it
+        is not the one of the capture. Raises ``PlanError`` if nothing fits the budget that the user
+        gave."""
         return self.planned(self.step(gm, plan, batch))
 
     def planned(self, step: StepChain) -> Plan:
-        """The same, of a step as a chain."""
+        """The plan for a step as a chain; see ``__call__``."""
         best = step.fastest(self.budget)
         if best is None:
             if self.budget.given:
@@ -160,30 +152,34 @@ class StepChain:
 
     @cached_property
     def layers(self) -> list[OutlinedLayer]:
-        """Those that the plan cuts, in order."""
+        """The layers that the plan cuts, in order."""
         return [layer for layer in outlined_layers(self.gm) if not layer.inside]
 
     @cached_property
     def measure(self) -> Measure:
-        """What sizes of the outer graph are."""
+        """A function that evaluates the sizes of the outer graph."""
         return measure_by({**self._batch, **self.values})
 
     @cached_property
     def _batch(self) -> dict[Any, Any]:
-        """What the symbols of the graph's inputs are in the batch."""
+        """The values that the symbols of the graph's inputs have in the batch."""
         inputs = [node.meta.get("val") for node in self.gm.graph.find_nodes(op="placeholder")]
         found = symbols_of(self.gm).items()
         return {symbol: sympy.Integer(hint(read(inputs))) for symbol, read in found}
 
     @cached_property
     def _alike(self) -> dict[str, OutlinedLayer]:
-        """For each layer the one that stands for it: equal, but for gradients that nobody wants
-        (the first layer's of its input), which makes little difference."""
+        """For each layer, the one that represents it: equal except in which gradients are wanted
+        (the first layer's input may need none), which makes little difference."""
         groups: dict[Any, list[OutlinedLayer]] = {}
         for layer in self.layers:
             key = tuple(call.meta["region"].id_without_grads for call in layer.calls)
             groups.setdefault(key, []).append(layer)
-        return {layer.name: max(group, key=_wanted) for group in groups.values() for layer in group}
+
+        def gradients(layer: OutlinedLayer) -> int:
+            return sum(call.meta["region"].num_grads for call in layer.calls)
+
+        return {one.name: max(group, key=gradients) for group in groups.values() for one in group}
 
     @cached_property
     def stretches(self) -> dict[str, tuple[Stretch, ...]]:
@@ -218,15 +214,13 @@ class StepChain:
         return self._most(-1, lambda tokens: self.at(tokens=tokens), budget)
 
     def most_rows(self, budget: Budget) -> int | None:
-        """How many sequences some plan fits, likewise."""
+        """The largest number of sequences that some plan fits, to a percent; None as for
+        ``longest``."""
         return self._most(0, lambda rows: self.at(rows=rows), budget)
 
     def at(self, *, rows: int | None = None, tokens: int | None = None) -> StepChain:
-        """The same step at other sizes; what is no number of rows grows with the tokens.
-
-        Args:
-            rows, tokens: of the batch; None, or one that does not vary, stays.
-        """
+        """The same step for another number of rows or tokens of the batch (None keeps it). Every
+        symbol but that of the rows grows with the tokens."""
         row, length = self._symbol(0), self._symbol(-1)
         values = dict(self.values)
         if tokens is not None and length is not None:
@@ -267,7 +261,7 @@ class StepChain:
 
     # -- the chain
     def chain(self, layers: Sequence[Sequence[Option]] | None = None) -> Chain:
-        """All layers with these options, or with all that there are."""
+        """The chain of all layers with these options; by default with all that are possible."""
         if layers is None:
             layers = [self._options(layer) for layer in self.layers]
         outside = self._outside
@@ -283,7 +277,7 @@ class StepChain:
         )
 
     def chain_of(self, options: Sequence[Option]) -> Chain:
-        """Each layer with the one option that was chosen."""
+        """The chain in which each layer has only the one option that was chosen."""
         return self.chain([[option] for option in options])
 
     @cached_property
@@ -302,7 +296,8 @@ class StepChain:
         cuts: Sequence[CutLayer] = CUTS,
         tiles: Sequence[int] = TILES,
     ) -> list[Option]:
-        """What may be done with a layer: what the plan says, or one of these."""
+        """The options of a layer: the one that a given plan names, else those of ``cuts`` and
+        ``tiles`` that are possible."""
         given = self.plan.choices.get(layer.name)
         layer = self._alike[layer.name]
         ids = tuple(call.meta["region"].id for call in layer.calls)
@@ -317,7 +312,7 @@ class StepChain:
         return self._known[key]
 
     def _option(self, layer: OutlinedLayer, choice: CutLayer) -> Option | None:
-        """What a choice costs; None where the layer cannot do it."""
+        """The costs of a choice for a layer; None if the layer cannot do it."""
         regions = [as_chosen(call.meta["region"], choice) for call in layer.calls]
         if not any(regions):
             return None
@@ -361,13 +356,11 @@ class StepChain:
 
 
 def largest(need: Callable[[int], int], limit: int, start: int) -> int:
-    """The largest number, to a percent, that needs no more than a limit; 0 where none does.
+    """The largest number whose need is within ``limit``, to a percent; 0 if there is none. The
+    search begins at ``start``.
 
-    What is needed is nearly a line, so the next guess is where the line through the two last ones
-    meets the limit; but never closer than a percent to a number that is known already.
-
-    Args:
-        start: where to begin.
+    The need is nearly linear, so the next guess is where the line through the last two meets the
+    limit, but never closer than a percent to a number already tried.
     """
     low, high = 0, _MOST
     points: list[tuple[int, int]] = []
@@ -383,7 +376,7 @@ def largest(need: Callable[[int], int], limit: int, start: int) -> int:
 
 
 def _meets(points: Sequence[tuple[int, int]], level: int) -> int:
-    """Where the line through two points is at a level; twice as far out where it is flat."""
+    """Where the line through two points reaches a level; twice as far out if it is flat."""
     (n, peak), (m, other) = points
     if (other - peak) * (m - n) <= 0:
         return 2 * max(n, m)
@@ -438,11 +431,6 @@ def symbols_of(gm: fx.GraphModule) -> dict[Any, Callable[[Sequence[Any]], Any]]:
 
 def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
-
-
-def _wanted(layer: OutlinedLayer) -> int:
-    """How many gradients a layer computes."""
-    return sum(spec.needs_grad for call in layer.calls for spec in call.meta["region"].inputs)
 
 
 def _hidden(layer: OutlinedLayer) -> fx.Node:

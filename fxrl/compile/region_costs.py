@@ -33,11 +33,8 @@ Profiles = Callable[[Region], BodyProfile]
 def known_profiles(
     options: InductorOptions | None, plan: Plan, seen: Mapping[str, float] | None = None
 ) -> Profiles:
-    """Profiles of bodies as they will be compiled, each made once.
-
-    Args:
-        seen: what is known of computed masks (``compile.mask_shares``).
-    """
+    """Profiles of regions as they will be compiled, each computed once; ``seen`` as in
+    ``compile.mask_shares``."""
     known: dict[str, BodyProfile] = {}
     of_body: dict[str, CompiledRegion] = {}
 
@@ -85,7 +82,7 @@ def _on_cpu(fake: Any) -> torch.Tensor:
 
 
 def call_cost(call: fx.Node, figures: Figures, measure: Measure) -> CallCost:
-    """What a region's call takes, results and gradients of their own apart."""
+    """The memory of a region's call, without its results and their gradients."""
     inputs: Any = call.args[0]
     results = {user.args[1]: user for user in call.users if is_call(user, getitem)}
     of_kind: dict[str, dict[Any, fx.Node]] = {"input": dict(enumerate(inputs)), "output": results}
@@ -116,6 +113,6 @@ def away_bytes(call: fx.Node, figures: Figures, own: Sequence[int], choice: CutL
 
 
 def eager_seconds(nodes: Iterable[fx.Node], measure: Measure, target: Target) -> float:
-    """Of ops that run one by one, forward and backward."""
+    """Seconds of ops that run one by one, forward and backward."""
     values = [n for n in nodes if is_tensor(n) and not is_view(n) and n.target is not getitem]
     return _EAGER_PASSES * sum(nbytes(n, measure) for n in values) / target.bandwidth

@@ -36,15 +36,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What makes a step slower than it could be.
+    """What makes a step slower than it could be, and what would help."""
 
-    Attributes:
-        binds: what more of would save time, the most of it first; () where everything is kept.
-        changes: those that matter, the one that helps most first, and what keeping all would take.
-    """
-
+    # Resources of which more would save time, the most effective first; () if everything is kept.
     binds: tuple[str, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...]  # the fastest first; with them the memory to keep everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +64,9 @@ class WhatIf:
 
     @classmethod
     def of(cls, captures: Sequence[Capture], given: Plan, *, rows: int | None = None) -> WhatIf:
-        """Of the captured graph that needs most.
-
-        Args:
-            captures: planned; ``planner`` of at least one.
-            given: the plan that they had to obey.
-            rows: of the batch that is asked about, where it is not the captured one.
-        """
+        """Of the captured graph that needs most memory; at least one of the captures has a planner.
+        ``given`` is the plan they had to obey, ``rows`` those of the batch in question if it is not
+        the captured one."""
         planned = [one for one in captures if one.planner is not None and one.found is not None]
         if not planned:
             said = [r for one in captures for r in one.report.of_kind("missed")]
@@ -86,7 +78,7 @@ class WhatIf:
 
     @property
     def budget(self) -> Budget:
-        """What the planner may use."""
+        """The memory that the planner may use."""
         return self.planner.budget
 
     def plan(self) -> Plan:
@@ -97,7 +89,8 @@ class WhatIf:
         return replace(found, choices={**self.captured.choices, **found.choices})
 
     def advice(self) -> Advice | None:
-        """What binds and what would help; None where nothing fits."""
+        """The resources that limit the step, and what more of them would bring; None if no plan
+        fits."""
         gpu, host = self.budget.gpu_bytes, self.budget.host_bytes
         chain, plain = self.step.plain()
         whole, least = peak_bytes(chain, plain), step_seconds(chain, plain)
@@ -139,7 +132,8 @@ class WhatIf:
                 yield length, most
 
     def _more(self, chain: Chain) -> Iterator[tuple[str, str, float]]:
-        """Each resource, how much more of it, and the seconds of a step then."""
+        """For each resource its name, a larger amount of it, and the seconds of a step with
+        that."""
         gpu, host = self.budget.gpu_bytes, self.budget.host_bytes
         more_gpu, more_host = (int(size * (1 + _MORE)) for size in (gpu, host))
         link = chain.link * (1 + _MORE)

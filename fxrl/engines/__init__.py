@@ -43,22 +43,15 @@ ENGINES: Mapping[str, Callable[[EngineSpec], Built]] = MappingProxyType(
 
 
 def check_engine(name: str) -> None:
-    """Refuses an engine that this machine cannot have, before anything is loaded for it.
-
-    Raises:
-        EngineError: why, and the cure.
-    """
+    """Refuse an engine that cannot run on this machine before anything is loaded for it: raises
+    ``EngineError`` with reason and cure."""
     if name == "vllm":
         _door.check_machine()
 
 
 def build_engine(name: str, spec: EngineSpec) -> Built:
-    """Model, tokenizer and engine of a run.
-
-    Raises:
-        EngineError: there is no such engine, or it cannot be built; the message has the cure.
-        ConfigError: the engine cannot serve a model on ``spec.device``.
-    """
+    """Model, tokenizer and engine of a run. Raises ``EngineError`` if the engine is unknown or
+    cannot be built, ``ConfigError`` if it cannot serve a model on ``spec.device``."""
     if name not in ENGINES:
         raise EngineError(f"engine={name!r} is unknown; use one of {', '.join(ENGINES)}")
     return ENGINES[name](spec)

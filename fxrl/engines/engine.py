@@ -221,7 +221,7 @@ class Engine(Protocol):
         """
 
     def most_at_once(self, tokens: int) -> int:
-        """How many sequences of so many tokens, prompts included, are drawn at once at most."""
+        """The most sequences of so many tokens, prompts included, that are drawn at once."""
 
     def standby(self) -> AbstractContextManager[None]:
         """Gives the memory that only generation needs to the trainer, until the block ends."""
@@ -230,15 +230,11 @@ class Engine(Protocol):
         """Leaves standby before its block ends; does nothing when awake."""
 
     def update_weights(self, *, policy_version: int) -> None:
-        """Makes the present weights of the trainer's model those that ``generate`` uses, and drops
-        stale caches.
-
-        Args:
-            policy_version: the version of the new weights, at least the present one.
-        """
+        """Let ``generate`` use the trainer's present weights, as ``policy_version`` (never lower
+        than before), and drop stale caches."""
 
     def update_lora(self, *, policy_version: int) -> None:
-        """Likewise for the model's LoRA factors only."""
+        """The same if only the model's LoRA factors have changed."""
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's random state and the policy version, for an exact resume (no weights)."""
@@ -252,47 +248,30 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What a run wants of its engine, and how its model is come by.
+    """What a run needs from its engine, and how to obtain the model."""
 
-    Attributes:
-        load: the model with its weights on ``device``, and its tokenizer.
-        folder: the same model as a checkpoint's folder, and its tokenizer.
-        trainable: puts the adapter on a model and sets it to train.
-        longest_prompt: tokens of the longest prompt of the run.
-        max_tokens: longest completion.
-        num_sequences: completions of a step.
-        device: where the trainer's model is to be.
-        dtype: of its weights.
-        autocast: dtype that it computes in, where that is another one.
-        seed: of the engine's own draws.
-        tell: takes a line for the user.
-        stage: says what is being done for the time of a ``with``; gives what takes details.
-        options: the engine's own, such as ``VllmOptions``; ``None`` where it has none.
-        lora_rank: of the adapter that ``trainable`` puts on; ``None`` puts on none.
-        prompts_grow: environments write prompts too, up to ``longest_prompt`` tokens.
-    """
-
-    load: Callable[[], tuple[nn.Module, Any]]
-    folder: Callable[[], tuple[Path, Any]]
-    trainable: Callable[[nn.Module], nn.Module]
-    longest_prompt: int
-    max_tokens: int
-    num_sequences: int
-    device: torch.device
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-    seed: int
-    tell: Callable[[str], None]
+    load: Callable[[], tuple[nn.Module, Any]]  # the model on ``device``, and its tokenizer
+    folder: Callable[[], tuple[Path, Any]]  # the same model as a checkpoint, and its tokenizer
+    trainable: Callable[[nn.Module], nn.Module]  # adds the adapter and sets train mode
+    longest_prompt: int  # tokens of the longest prompt of the run
+    max_tokens: int  # of the longest completion
+    num_sequences: int  # completions of a step
+    device: torch.device  # of the trainer's model
+    dtype: torch.dtype  # of its weights
+    autocast: torch.dtype | None  # its compute dtype, if another one
+    seed: int  # of the engine's own draws
+    tell: Callable[[str], None]  # shows the user a line
+    # ``with stage(words) as say``: shows what is being done; ``say`` replaces the words.
     stage: Callable[[str], AbstractContextManager[Callable[[str], None]]]
-    options: Any = None
-    lora_rank: int | None = None
-    prompts_grow: bool = False
+    options: Any = None  # the engine's own, such as ``VllmOptions``
+    lora_rank: int | None = None  # of the adapter that ``trainable`` adds, if any
+    prompts_grow: bool = False  # environments extend prompts, up to ``longest_prompt`` tokens
 
 
 class Built(NamedTuple):
-    """Attributes: model: with its adapter, in train mode. tokenizer: its own. engine: draws."""
+    """What an engine's ``build`` returns."""
 
-    model: nn.Module
+    model: nn.Module  # with its adapter, in train mode
     tokenizer: Any
     engine: Engine
 
@@ -329,7 +308,7 @@ class Groups:
             self._on_finished(prompt, self.all()[prompt])
 
     def all(self) -> list[list[Completion]]:
-        """What there is of every prompt, in the order of the samples."""
+        """The completions of every prompt so far, in the order of the samples."""
         return [[found[sample] for sample in sorted(found)] for found in self._found]
 
 
@@ -342,18 +321,9 @@ def check_prompts(
     of: str,
     max_tokens: Sequence[int] | None = None,
 ) -> list[int]:
-    """Refuses prompts that an engine could not take, before any has been run.
-
-    Args:
-        limit: most tokens of a prompt and its completion.
-        of: what sets that limit, for the message.
-
-    Returns:
-        The most tokens of each prompt's completions.
-
-    Raises:
-        PromptError: which one, and why.
-    """
+    """The most tokens of each prompt's completions. Raises ``PromptError`` if an engine could not
+    take a prompt: a prompt and its completion have at most ``limit`` tokens, and ``of`` says in the
+    message what sets that limit."""
     most = [params.max_tokens] * len(prompts) if max_tokens is None else list(max_tokens)
     if len(most) != len(prompts) or not all(1 <= each <= params.max_tokens for each in most):
         raise PromptError(

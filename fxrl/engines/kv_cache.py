@@ -44,11 +44,8 @@ class KvCache:
 
     @classmethod
     def of(cls, config: Any, width: int) -> KvCache:
-        """By the text part of a Hugging Face configuration.
-
-        Args:
-            width: bytes of a number in the cache.
-        """
+        """From the text part of a Hugging Face configuration; ``width`` is the bytes of a number in
+        the cache."""
         text = config.get_text_config()
         if getattr(text, "kv_lora_rank", None):
             raise KvCacheError(
@@ -66,13 +63,13 @@ class KvCache:
         return cls(2 * heads * head * width, layers.pop(None, 0), dict(layers))
 
     def bytes(self, tokens: int) -> int:
-        """Of one sequence."""
+        """Bytes of one sequence."""
         held = self.full * tokens
         held += sum(count * min(window, tokens) for window, count in self.windowed.items())
         return self.token_bytes * held
 
     def sequence_bytes(self, tokens: int) -> int:
-        """The same in whole blocks, as vLLM allocates it."""
+        """The bytes of a sequence in whole blocks, as vLLM allocates them."""
         return self.bytes(-(-tokens // _BLOCK) * _BLOCK)
 
 
@@ -86,7 +83,7 @@ def _number(text: Any, name: str) -> int:
 
 
 def _windows(text: Any, count: int) -> list[Any]:
-    """For each layer its window, None for one that holds all tokens."""
+    """Each layer's window; None for a layer that holds all tokens."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
@@ -122,13 +119,9 @@ class RolloutMemory:
         dtype: torch.dtype | None = None,
         state_shards: int = 1,
     ) -> RolloutMemory:
-        """Of a Hugging Face model, bare or with an adapter, whose trained weights AdamW updates.
-
-        Args:
-            tokens: of the longest sequence, prompt and completion.
-            dtype: of the cache; None: the weights'.
-            state_shards: ranks that share out the optimizer's states.
-        """
+        """For a Hugging Face model, bare or with an adapter, whose trained weights AdamW updates.
+        ``tokens`` of the longest sequence, prompt and completion; ``dtype`` of the cache (None: the
+        weights'); ``state_shards`` ranks share the optimizer's states."""
         language_model: Any = model
         dtype = dtype or dtype_of(language_model.get_input_embeddings())
         cache = KvCache.of(language_model.config, dtype.itemsize)
@@ -139,7 +132,7 @@ class RolloutMemory:
 
     @property
     def most(self) -> int:
-        """How many sequences fit at once."""
+        """The number of sequences that fit at once."""
         stays = self.weights + self.states + self.engine
         return max(0, self.available - stays) // self.sequence
 
@@ -150,7 +143,7 @@ class RolloutMemory:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the whole KV cache."""
+        """Bytes of the whole KV cache."""
         return self.sequences * self.sequence
 
     @property

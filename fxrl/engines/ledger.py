@@ -86,11 +86,7 @@ class Probe:
 
 
 class CudaProbe(Probe):
-    """The current CUDA device; 0.1 ms a reading.
-
-    Args:
-        tags: asks vLLM's allocator for its pools.
-    """
+    """The current CUDA device, 0.1 ms a reading; ``tags`` asks vLLM's allocator for its pools."""
 
     def __init__(self, tags: Callable[[], Tags]) -> None:
         self._tags = tags
@@ -115,11 +111,8 @@ class CudaProbe(Probe):
 
 
 class CpuProbe(Probe):
-    """The host's memory, for a machine without GPU: standby frees nothing, and PyTorch keeps none.
-
-    Args:
-        sizes: of the engine's weights and KV cache, bytes; they are ordinary host memory.
-    """
+    """Host memory, on a machine without GPU, where standby frees nothing. ``sizes`` gives the bytes
+    of the engine's weights and KV cache, which are ordinary memory there."""
 
     name = "CPU (standby frees nothing here)"
 
@@ -168,13 +161,13 @@ class MemoryLedger:
         self._before: Reading | None = None
 
     def before_load(self) -> Entry:
-        """To be called right before vLLM is built."""
+        """Call this right before vLLM is built."""
         self.probe.empty_cache()
         self._before = self.probe.read()
         return self._enter("before load", self._before)
 
     def loaded(self) -> Entry:
-        """To be called right after vLLM was built: what is new now is vLLM's."""
+        """Call this right after vLLM was built: new memory is vLLM's."""
         assert self._before is not None, "before_load comes first"
         self.probe.empty_cache()
         reading = self.probe.read()
@@ -186,11 +179,8 @@ class MemoryLedger:
         return self._enter(event, self.probe.read())
 
     def released(self, before: Entry, kv_bytes: int, *, frees: bool) -> Entry:
-        """The entry after the KV cache's release; a shortfall becomes a problem.
-
-        Args:
-            frees: ``False`` on a CPU, where nothing is freed and nothing checked.
-        """
+        """Record the release of the KV cache; too little freed is noted as a problem if ``frees``
+        (on a CPU nothing is freed)."""
         self.cycle += 1
         after = self.record("release")
         freed = after.free - before.free

@@ -78,7 +78,7 @@ class Tolerances:
         return self._grown(2 * (paths + _CANCELLATION[kind] * sums))
 
     def of_result(self, kind: str) -> float:
-        """What rounding the result is granted."""
+        """The tolerance for a result, which is only rounded."""
         return min(self._grown(self.eps), self.of(kind))
 
     def _grown(self, difference: float) -> float:
@@ -222,7 +222,7 @@ def _distance(ours: Tensor, reference: Tensor) -> float:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float64; a complex number as its two parts."""
+    """``tensor`` in float64; a complex number as its two parts."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
 
 
@@ -312,7 +312,8 @@ class VerifyReport:
 
 
 def _most_telling(rows: Iterable[VerifyRow]) -> list[VerifyRow]:
-    """All that failed, then the loss, metrics and total, then the gradients nearest to failing."""
+    """The rows to show: all that failed, the loss, metrics and total, then gradients nearest to
+    failing."""
 
     def order(row: VerifyRow) -> tuple[bool, bool, float]:
         return row.ok, row.kind in ("gradient", "buffer"), -_used(row)

@@ -201,12 +201,8 @@ def render(
     depyf: Mapping[str, str],
     notes: Sequence[str] = (),
 ) -> dict[str, str]:
-    """The files of a dump: path with ``/`` -> text. Pure: no disk, no clock.
-
-    Args:
-        depyf: file name -> decompiled source.
-        notes: why something is missing, for the index.
-    """
+    """The files of a dump, path with ``/`` -> text; touches no disk and no clock. ``depyf`` maps
+    names of files to decompiled source, ``notes`` tell in the index why something is missing."""
     files = _Files()
     parts = ["# What fxrl did", _summary(records, report)]
     if not records:
@@ -416,12 +412,8 @@ class DecompileError(FxrlError):
 
 
 def decompile(code: CodeType) -> str:
-    """Python source of a code object, ending in a newline.
-
-    Raises:
-        MissingPackageError: depyf is not installed.
-        DecompileError: it fails on this code.
-    """
+    """Python source of a code object, ending in a newline. Raises ``MissingPackageError`` without
+    depyf, ``DecompileError`` if it fails on this code."""
     depyf = optional("depyf", "decompiling Dynamo's bytecode", "depyf")
     try:
         source = str(depyf.decompile(code))
@@ -434,13 +426,11 @@ def decompile(code: CodeType) -> str:
 
 
 def decompile_dynamo(function: Callable[..., Any]) -> dict[str, str]:
-    """What Dynamo made of a function that ran under ``torch.compile``: file name -> source.
+    """What Dynamo made of a function that ran under ``torch.compile``: file name -> source. Raises
+    as ``decompile`` does.
 
-    One file for each compiled variant of ``function`` (``loss_fn.0.py``, ...) and of each
-    function that resumes after a graph break. Empty if Dynamo has compiled nothing of it.
-
-    Raises:
-        MissingPackageError, DecompileError: as ``decompile``.
+    One file per compiled variant of ``function`` (``loss_fn.0.py``, ...) and of each function that
+    resumes after a graph break; none if Dynamo compiled nothing of it.
     """
     sources: dict[str, str] = {}
     todo = [_plain(function)]

@@ -79,13 +79,13 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _seen(rounded: Any, made: Tensor, full: Tensor) -> Tensor:
-    """What a rounded product made, noted beside the same in full."""
+    """Return the result of a rounded product after noting how far it is from the full one."""
     weight: RoundedWeight = rounded.__self__
     weight.seen.add("product" if rounded == weight.product else "gradient", made, full)
     return made
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies, and how."""
+    """A tensor's storage, offset, shape and strides."""
     where = tensor.untyped_storage()._cdata
     return where, tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -33,21 +33,15 @@ class EvaluationError(FxrlError, ValueError):
 
 @dataclass(slots=True)
 class Outcome:
-    """All numbers of one run, on the CPU in the dtypes that the run gave them.
+    """All numbers of one run, on the CPU in the dtypes that the run gave them."""
 
-    Attributes:
-        loss: the scalar loss.
-        metrics: the values returned beside it.
-        grads: gradient by parameter name or ``batch[...]`` path; ``None`` where none arrived.
-        buffers: buffers of the model that the run changed.
-        drew_random: whether torch's random state moved.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor  # the scalar loss
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # the values returned beside it
+    # Gradient by parameter name or ``batch[...]`` path; ``None`` where none arrived.
     grads: dict[str, Tensor | None] = field(default_factory=dict)
+    # Buffers of the model that the run changed.
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    drew_random: bool = False
+    drew_random: bool = False  # whether torch's random state moved
 
 
 @dataclass(slots=True)
@@ -66,19 +60,19 @@ class Precision:
 def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: Any) -> Outcome:
     """Loss, metrics and gradients of ``step(batch)``; everything it touches is put back.
 
-    Args:
-        step: returns a scalar loss or ``(loss, {"name": value})``.
-        model: its buffers, gradients and training flags are restored.
-        params: the leaves whose gradients are wanted, by name.
-        batch: pytree; gradients are taken for its tensors that require them, on detached
-            leaves, so that nothing flows into a graph that they may belong to.
+    The step returns a scalar loss or ``(loss, {"name": value})``. Gradients are taken for
+    ``params`` and for the batch's tensors that require them, on detached leaves, so that nothing
+    flows into a graph that they may belong to. The model's buffers, gradients and training flags
+    are restored.
 
-    Raises:
-        EvaluationError: the result is no scalar loss, or the step writes into the batch.
+    Raises ``EvaluationError`` if the result is no scalar loss, or if the step writes into the
+    batch.
     """
     batch, leaves = _with_leaves(batch)
     wanted = {**params, **leaves}
-    versions = [(name, t, t._version) for name, t in _tensors(batch)]
+    given = pytree.tree_flatten_with_path(batch)[0]
+    tensors = [(p, t) for p, t in given if isinstance(t, Tensor) and not t.is_inference()]
+    versions = [(f"batch{pytree.keystr(path)}", t, t._version) for path, t in tensors]
     with preserved(model, wanted.values()) as buffers:
         before = random_states()
         loss, metrics = split_result(step(batch))
@@ -189,12 +183,6 @@ def _with_leaves(batch: Any) -> tuple[Any, dict[str, Tensor]]:
     return pytree.tree_map_with_path(fresh, batch), leaves
 
 
-def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, value in pytree.tree_flatten_with_path(batch)[0]:
-        if isinstance(value, Tensor) and not value.is_inference():
-            yield f"batch{pytree.keystr(path)}", value
-
-
 def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     after = dict(model.named_buffers())
     return {
@@ -212,7 +200,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On the CPU, so that two sets of gradients never meet on the device."""
+    """A copy on the CPU, so that two sets of gradients never meet on the device."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -244,11 +232,9 @@ class _Together(nn.Module):
 def evaluate_wider(model: nn.Module, loss_fn: LossFn, batch: Any, dtype: torch.dtype) -> Outcome:
     """``loss_fn(model, batch)`` with parameters, buffers and batch of at least ``dtype``.
 
-    The model keeps its own tensors: wider copies are lent for the call. Autocast of the caller is
-    off; where the model computes in a coarser dtype all the same, that is an error, no truth.
-
-    Raises:
-        TruthError: too little memory, the run fails, or a module computes in a coarser dtype.
+    The model keeps its own tensors; wider copies are lent for the call, without the caller's
+    autocast. Raises ``TruthError`` if memory is too short, the run fails, or a module still
+    computes in a coarser dtype.
     """
     together = _Together(model, loss_fn)
     _require_memory(together, dtype)
@@ -301,14 +287,9 @@ def _require_memory(module: nn.Module, dtype: torch.dtype) -> None:
             copies = 2 if tensor.requires_grad else 1  # the second is its gradient
             needed[tensor.device] += copies * tensor.numel() * dtype.itemsize
     for device, num_bytes in needed.items():
-        free = _free_bytes(device)
+        free = host_free() if device.type == "cpu" else free_bytes(device)
         if free is not None and _HEADROOM * num_bytes > free:
             raise TruthError(
                 f"a {dtype} copy of the model needs {format_bytes(num_bytes)} on {device}, "
                 f"which has {format_bytes(free)} left"
             )
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be taken on ``device``; ``None`` if the system does not say."""
-    return host_free() if device.type == "cpu" else free_bytes(device)

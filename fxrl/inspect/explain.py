@@ -40,11 +40,8 @@ from fxrl.planner.target import Target
 
 
 class ExplainBackend(Backend):
-    """Captures and rewrites like ``Backend``; what it returns does not compute.
-
-    Args:
-        mode: of the fake tensors that stand in for the model's; None where these are real.
-    """
+    """Captures and rewrites like ``Backend``, but returns stand-ins that compute nothing. ``mode``
+    is that of the fake tensors in place of the model's, None if the model's are real."""
 
     def __init__(
         self,
@@ -140,13 +137,8 @@ _NEEDS_NUMBERS = (NotImplementedError, RuntimeError, ValueError, IndexError)
 
 @contextmanager
 def _without_meta(model: nn.Module, loss_fn: LossFn) -> Iterator[FakeTensorMode | None]:
-    """Fake tensors of a CPU in the place of a model's that are on ``meta``, or fake of any kind.
-
-    Other models that the loss knows, such as a reference, are treated likewise.
-
-    Yields:
-        The fakes' mode; None where all tensors are real.
-    """
+    """Replace tensors of the model, and of other models that the loss holds, by fake CPU tensors if
+    they are on ``meta`` or fake. Yields the fakes' mode, None if all tensors are real."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = {module for root in (model, *_models_of(loss_fn)) for module in root.modules()}
     tables: list[dict[str, Any]] = [

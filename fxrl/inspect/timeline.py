@@ -15,12 +15,9 @@ _GIB = 2**30
 
 
 def plot(plan: Plan, path: str | Path, title: str) -> Path:
-    """Draw predicted GPU memory over a step: one column a moment, forward to the left of the loss
-    head and backward to the right, behind the rollout if there is one, stacked by what it is for.
-
-    Args:
-        path: its ending says the format (png, pdf, svg).
-    """
+    """Draw the predicted GPU memory of a step, a column per moment, stacked by purpose: the rollout
+    if there is one, the forward, the loss head, the backward. The ending of ``path`` chooses the
+    format (png, pdf, svg)."""
     if not plan.timeline:
         raise PlanError("the plan predicts no memory, so there is nothing to draw")
     figure = _figure()

@@ -184,7 +184,7 @@ LEAST_COSINE = 0.999
 
 
 def _agreement(weights: Sequence[RoundedWeight]) -> list[str]:
-    """How near the products in FP8 came to those in full, each of the very same rows."""
+    """Say how near the products in FP8 came to those in full precision on the very same rows."""
     cosines = {}
     for weight in weights:
         seen = (weight.seen.cosine(what) for what in ("product", "gradient"))
@@ -243,13 +243,9 @@ def find_blame(
     *,
     max_trials: int = MAX_TRIALS,
 ) -> tuple[tuple[S, ...], str]:
-    """Sites without which the step is right, in their order, and a note where that is not all.
-
-    Args:
-        sites: all sites that were rewritten.
-        fails: whether the step is wrong when just these sites are rewritten.
-        max_trials: upper bound of calls to ``fails``.
-    """
+    """The sites without which the step is right, and a note if that is not the whole answer.
+    ``fails`` says whether the step is wrong when just these of all ``sites`` are rewritten; it is
+    called ``max_trials`` times at most."""
     known: dict[frozenset[S], bool] = {}
 
     def trial(enabled: Sequence[S]) -> bool:

@@ -372,7 +372,7 @@ class _Fxrl:
         return _judged(args)
 
     def _default_args(self, model: Any) -> Any:
-        """What TRL takes for ``args=None``."""
+        """The arguments that TRL takes for ``args=None``."""
         trainer: Any = self
         name = model if isinstance(model, str) else _utils.get_config_model_id(model.config)
         return self._args(f"{name.split('/')[-1]}-{trainer._name}")

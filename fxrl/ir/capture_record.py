@@ -26,36 +26,20 @@ class GraphBreak:
 
 @dataclass(slots=True)
 class Capture:
-    """One captured graph and what became of it.
+    """One captured graph and what became of it."""
 
-    Attributes:
-        index: running number, from 0.
-        dynamo: the graph as Dynamo delivered it.
-        lowered: the graph that the passes got; None where it could not be lowered.
-        pipeline: the passes that ran, or will.
-        given: the plan that the passes were given, before sites were decided.
-        planner: where memory is bounded, the planner that made the plan; else None.
-        found: the graph that the planner saw: after the passes of ``FIND``.
-        rewritten: what the passes made of ``lowered``; None where they did not run.
-        kernels: what runs for each region, by the region's id; owned here.
-        running: whether the rewritten graph runs; otherwise the user's own does.
-        body_rewrites: ``(pass, site)`` of what was rewritten inside regions.
-        remarks: of the capture itself; the passes' are in ``rewritten``.
-        graph_breaks: why the graph ended, if Dynamo broke it.
-    """
-
-    index: int
-    dynamo: fx.GraphModule
-    lowered: fx.GraphModule | None = None
-    pipeline: Pipeline | None = None
-    given: Plan = field(default_factory=Plan)
-    planner: Any = None
-    found: Any = None
-    rewritten: Rewritten | None = None
-    kernels: dict[str, Any] = field(default_factory=dict)
-    running: bool = False
-    body_rewrites: Sequence[tuple[str, str]] = ()
-    remarks: Report = field(default_factory=Report)
+    index: int  # running number, from 0
+    dynamo: fx.GraphModule  # the graph as Dynamo delivered it
+    lowered: fx.GraphModule | None = None  # input of the passes; None if lowering failed
+    pipeline: Pipeline | None = None  # the passes that ran, or will
+    given: Plan = field(default_factory=Plan)  # the plan that the acting passes obeyed
+    planner: Any = None  # the planner that made it, if memory is bounded
+    found: Any = None  # the graph that the planner saw: after the passes of ``FIND``
+    rewritten: Rewritten | None = None  # output of the passes, if they ran
+    kernels: dict[str, Any] = field(default_factory=dict)  # region id -> its kernels, owned here
+    running: bool = False  # whether the rewritten graph runs, and not the user's own
+    body_rewrites: Sequence[tuple[str, str]] = ()  # ``(pass, site)`` of rewrites inside regions
+    remarks: Report = field(default_factory=Report)  # on the capture; the passes' are elsewhere
     graph_breaks: list[GraphBreak] = field(default_factory=list)
 
     @property
@@ -74,12 +58,8 @@ class Capture:
         site: str = "graph",
         source: str = "",
     ) -> Report:
-        """Say something of the capture that is no pass's word, once.
-
-        Args:
-            about: ``"capture"``, ``"plan"`` or ``"kernels"``.
-            site: a layer's name; or what of this capture it is about.
-        """
+        """Add a remark that is no pass's, once. ``about`` is ``"capture"``, ``"plan"`` or
+        ``"kernels"``; ``site`` is a layer's name, or a part of this capture."""
         where = site if ":" in site else f"{self.index}:{site}"
         said = Report((Remark(kind, about, where, source, reason, cure),))
         if said.remarks[0] not in self.remarks.remarks:

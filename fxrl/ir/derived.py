@@ -23,7 +23,7 @@ Make = Callable[[Tensor], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Where an added input is from."""
+    """The origin of an added input."""
 
     place: int  # of the input that it is computed from, among the graph's inputs
     make: Make  # what computes it; equal functions give equal values

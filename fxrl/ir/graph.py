@@ -85,7 +85,7 @@ def is_view(node: object) -> bool:
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Who computes with a value, looked at in whatever way; views themselves left out."""
+    """The nodes that compute with a value or with views of it; views themselves are left out."""
     for user in node.users:
         if is_view(user):
             yield from readers_of(user)
@@ -108,11 +108,8 @@ def _parameters(target: Any) -> dict[str, Any]:
 
 
 def bound(call: Any) -> dict[str, Any]:
-    """An ATen call's arguments by the names of its schema, with defaults filled in.
-
-    Args:
-        call: a node, or whatever else has ``target``, ``args`` and ``kwargs``.
-    """
+    """Arguments of an ATen call by their names in the schema, defaults included. A call is a node,
+    or anything with ``target``, ``args`` and ``kwargs``."""
     names: dict[str, Any] = _parameters(call.target)
     return names | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
 
@@ -318,11 +315,8 @@ def graph_module(gm: fx.GraphModule, graph: fx.Graph, name: str = "GraphModule")
 def clone(
     gm: fx.GraphModule, done: dict[fx.GraphModule, fx.GraphModule] | None = None
 ) -> fx.GraphModule:
-    """A copy whose graph, and those of the bodies of its calls, may be changed; tensors are shared.
-
-    Args:
-        done: copies that were made already; a body that several graphs call stays one.
-    """
+    """A copy that may be changed, together with the bodies of its calls; tensors are shared.
+    ``done`` holds the copies made so far, so a body that several graphs call stays one."""
     done = {} if done is None else done
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -339,13 +333,10 @@ def clone(
 
 
 def inline(call: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
-    """Put the nodes of ``body`` in the place of a call that returns its results.
+    """Replace a call by the nodes of its body. Returns all nodes that were made.
 
-    The calling graph holds its constants then, and a copy of each graph that it holds: each call's
-    own, since what a pass does to it, or a call asks of it, may differ.
-
-    Returns:
-        The nodes that were made, those of the copies included.
+    The calling graph takes over the body's constants, and a copy of each graph that it holds:
+    passes may change these differently for each call.
     """
     graph, owner = call.graph, call.graph.owning_module
     assert owner is not None
@@ -426,11 +417,8 @@ class Lender:
 
 
 def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
-    """Every node that one of ``nodes`` depends on, themselves included.
-
-    Args:
-        among: only dependences that go through these nodes alone; ``None`` is all.
-    """
+    """All nodes that ``nodes`` depend on, themselves included; with ``among``, only dependences
+    through these nodes."""
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:

@@ -87,7 +87,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a rewrite did, in words, and what it saves."""
+    """The description of a rewrite, and the bytes that it saves."""
 
     what: str
     saved_bytes: int = 0
@@ -100,7 +100,7 @@ SETTLED = {"settled": True}
 
 @dataclass(slots=True)
 class Ran:
-    """What one pass did to one graph."""
+    """The outcome of one pass on one graph."""
 
     # One for each site of which something was asked.
     remarks: list[Remark] = field(default_factory=list)
@@ -146,11 +146,8 @@ class Pass(ABC, Generic[S]):
         return replace(self, **values)  # type: ignore[type-var]
 
     def measured(self, inputs: Sequence[Any]) -> Self:
-        """The pass with what only the graph's real inputs and their device tell as options.
-
-        Args:
-            inputs: in the order of the graph's; fake ones tell nothing.
-        """
+        """The pass with further options that only the graph's real inputs and their device can
+        tell; fake inputs tell nothing."""
         return self
 
     def sparing(self) -> Self:
@@ -173,11 +170,11 @@ class Pass(ABC, Generic[S]):
         """Every place of the idiom, legal or not."""
 
     def planned(self, site: S, plan: Plan) -> Choice | None:
-        """What the plan says of a site."""
+        """The choice that the plan has for a site, if any."""
         return plan.choices.get(site.name)
 
     def decide(self, site: S) -> Choice:
-        """What to do at a site where the plan says nothing."""
+        """The choice for a site that the plan does not name."""
         return Rewrite(self.name)
 
     @abstractmethod

@@ -27,7 +27,7 @@ Found = list[tuple[Pass[Any], list[Site | Miss]]]
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What a pipeline made of a graph."""
+    """The outcome of a pipeline on a graph."""
 
     gm: fx.GraphModule  # the rewritten graph; the one that was given is as it was
     plan: Plan  # a choice for each site
@@ -47,11 +47,11 @@ class Pipeline:
     check_values: ClassVar[bool] = False
 
     def measured(self, inputs: Sequence[Any]) -> Pipeline:
-        """The same passes, with what a graph's real inputs tell them as options."""
+        """The same passes with options that depend on a graph's real inputs."""
         return Pipeline(tuple(one.measured(inputs) for one in self.passes))
 
     def sparing(self) -> Pipeline:
-        """The same passes for a step that does not fit."""
+        """The same passes with options for a step that does not fit otherwise."""
         return Pipeline(tuple(one.sparing() for one in self.passes))
 
     def run(
@@ -63,10 +63,9 @@ class Pipeline:
     ) -> Rewritten:
         """Run all passes on a copy of ``gm``.
 
-        Args:
-            plan: choices to obey; other sites are decided by the passes' options.
-            watch: told of the graph before the first pass and after each.
-            planner: makes the plan; without one, passes decide by themselves.
+        ``plan`` decides about the sites that it names, the passes' options about all others, unless
+        a ``planner`` makes the plan once all sites are found. ``watch`` sees the graph before the
+        first pass and after each.
         """
         gm = clone(gm)
         run = _Run(gm, plan, watch, GraphCheck(gm, values=self.check_values))

@@ -82,7 +82,7 @@ class Moment:
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """The sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -125,7 +125,8 @@ class Plan:
         return replace(self, switched_off=self.switched_off | rewrites)
 
     def beside(self, rollout: Moment, stays: Mapping[str, int]) -> Plan:
-        """The same step behind a rollout, of which ``stays`` (what -> bytes) is there all along."""
+        """This plan with a rollout before the step; ``stays`` (name -> bytes) is what the rollout
+        holds during the step, too."""
         step = (replace(moment, parts={**moment.parts, **stays}) for moment in self.timeline)
         timeline = (rollout, *step)
         return replace(
@@ -133,7 +134,7 @@ class Plan:
         )
 
     def followed_by(self, moment: Moment) -> Plan:
-        """The same step with a moment behind it."""
+        """This plan with one more moment at the end of its timeline."""
         timeline = (*self.timeline, moment)
         return replace(self, timeline=timeline, peak_gpu_bytes=max(one.bytes for one in timeline))
 
@@ -149,11 +150,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """A plan that ``to_json`` wrote, perhaps edited.
-
-        Raises:
-            PlanError: the text is no plan; the message names the site and the value.
-        """
+        """Read a plan that ``to_json`` wrote, perhaps edited. Raises ``PlanError``, naming site and
+        value, if it is none."""
         try:
             data = json.loads(text)
         except ValueError as error:
@@ -197,14 +195,13 @@ def differing(before: Plan, after: Plan) -> dict[str, dict[str, tuple[Any, Any]]
     layers that differ in the same way together."""
     sites = dict.fromkeys([*before.choices, *after.choices])
     pairs = {s: (before.choices.get(s), after.choices.get(s)) for s in sites}
-    words = {s: tuple(map(_or_none, pair)) for s, pair in pairs.items()}
+    words = {
+        s: tuple("not there" if choice is None else describe(choice) for choice in pair)
+        for s, pair in pairs.items()
+    }
     words = {s: pair for s, pair in words.items() if pair[0] != pair[1]}
     numbers = {name: (getattr(before, name), getattr(after, name)) for name in _NUMBERS}
     return {"predictions": numbers, "choices": dict(_joined(words))}
-
-
-def _or_none(choice: Choice | None) -> str:
-    return "not there" if choice is None else describe(choice)
 
 
 def _joined(by_site: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -254,7 +251,7 @@ def describe(choice: Choice) -> str:
 
 
 def on_host(choice: CutLayer) -> list[str]:
-    """What waits for the backward on the host, in words."""
+    """Names of the things that wait on the host for the backward."""
     places = {"its input": choice.inputs_on, "what is kept": choice.kept_on}
     return [what for what, place in places.items() if place == "host"]
 

@@ -72,8 +72,10 @@ class Symbols:
         self._renamed: dict[sympy.Symbol, sympy.Symbol] = {}
         self._counts: Counter[str] = Counter()
 
-    def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
-        """The expression of ``value`` in renamed symbols."""
+    def text(self, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
+        """The expression of ``value`` in renamed symbols; a number as it is."""
+        if isinstance(value, int):
+            return str(value)
         expr = value.node.expr
         for symbol in sorted(expr.free_symbols, key=lambda s: (len(s.name), s.name)):
             if symbol not in self._renamed:
@@ -82,10 +84,6 @@ class Symbols:
                 self._counts[kind] += 1
                 self._renamed[symbol] = sympy.Symbol(fresh, **symbol.assumptions0)
         return str(expr.xreplace(self._renamed))
-
-    def is_plain(self, value: object) -> bool:
-        """Whether ``value`` is one bare symbol."""
-        return isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol)
 
 
 class _Printer:
@@ -103,14 +101,14 @@ class _Printer:
     def _names(self, graph: fx.Graph) -> dict[fx.Node, str]:
         """Printed name of each node; a nicer name gives way where it would be ambiguous."""
         names = {node: node.name for node in graph.nodes}
-        nicer = {node: self._input_name(node) for node in graph.nodes if node.op == "placeholder"}
+        nicer = {}
+        for node in graph.find_nodes(op="placeholder"):
+            value = _value(node)
+            is_symbol = isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
+            nicer[node] = self._symbols.text(value) if is_symbol else input_name(node.name)
         taken = Counter([*nicer.values(), *(n.name for n in graph.nodes if n not in nicer)])
         names.update({node: name for node, name in nicer.items() if taken[name] == 1})
         return names
-
-    def _input_name(self, node: fx.Node) -> str:
-        value = _value(node)
-        return self._symbols.text(value) if self._symbols.is_plain(value) else input_name(node.name)
 
     def _line(self, node: fx.Node, names: dict[fx.Node, str]) -> str:
         if node.op == "output":
@@ -140,15 +138,12 @@ class _Printer:
     def type_of(self, value: object) -> str:
         """``f32[s0, 97]`` for a tensor; the expression for a symbol; the type's name otherwise."""
         if isinstance(value, torch.Tensor):
-            return f"{dtype_name(value.dtype)}[{', '.join(map(self._size, value.shape))}]"
+            return f"{dtype_name(value.dtype)}[{', '.join(map(self._symbols.text, value.shape))}]"
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self._symbols.text(value)
         if isinstance(value, tuple | list):
             return f"({', '.join(map(self.type_of, value))})"
         return "none" if value is None else type(value).__name__
-
-    def _size(self, size: int | torch.SymInt) -> str:
-        return self._symbols.text(size) if isinstance(size, torch.SymInt) else str(size)
 
     def argument(self, value: Any, names: Mapping[fx.Node, str]) -> str:
         """One operand; see ``constant`` for those that are no graph values."""

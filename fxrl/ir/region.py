@@ -61,6 +61,11 @@ class Region:
         """Whether the region runs tile by tile over rows."""
         return any(spec.tiled for spec in self.inputs)
 
+    @property
+    def num_grads(self) -> int:
+        """How many gradients its backward computes."""
+        return sum(spec.needs_grad for spec in self.inputs)
+
     @cached_property
     def id(self) -> str:
         """Content hash: body, input types, which gradients are wanted, and the cut."""
@@ -88,8 +93,8 @@ def mark_grads(graph: fx.Graph, inputs: Sequence[InputSpec]) -> None:
 
 
 def differentiated(forward: fx.GraphModule) -> list[bool]:
-    """Of each input of a region, whether a gradient of its outputs comes back to it, or is stopped
-    by a ``detach`` on every way there (of what is read under ``no_grad``)."""
+    """For each input of a region, whether any path from an output leads back to it without a
+    ``detach`` (which marks what is read under ``no_grad``)."""
     placeholders = forward.graph.find_nodes(op="placeholder")
     reached, ahead = set(), [*forward.graph.find_nodes(op="output")]
     while ahead:
@@ -101,31 +106,21 @@ def differentiated(forward: fx.GraphModule) -> list[bool]:
 
 
 def _signature(spec: InputSpec, symbols: Symbols) -> str:
-    """All that compiled code depends on; strides too, but for rows, which are made contiguous."""
+    """Everything about an input that compiled code depends on; not the strides of rows, which are
+    made contiguous."""
     example = spec.example
-    sizes = [_size(size, symbols) for size in example.shape[1 if spec.tiled else 0 :]]
-    strides = [] if spec.tiled else [_size(stride, symbols) for stride in example.stride()]
+    sizes = [symbols.text(size) for size in example.shape[1 if spec.tiled else 0 :]]
+    strides = [] if spec.tiled else [symbols.text(stride) for stride in example.stride()]
     kind = f"{example.dtype} {example.device} {sizes} {strides}"
     return f"{kind} {spec.tiled} {spec.needs_grad}" + (" alive" if spec.alive else "")
-
-
-def _size(size: int | torch.SymInt, symbols: Symbols) -> str:
-    return str(size) if isinstance(size, int) else symbols.text(size)
 
 
 # ---------------------------------------------------------------------------- calls in a graph
 def call_region(
     graph: fx.Graph, region: Region, inputs: list[fx.Node], tile: int, results: list[Any]
 ) -> list[fx.Node]:
-    """Put the region's call at the graph's insertion point.
-
-    Args:
-        tile: rows per tile, 0 for the whole at once.
-        results: meta value of each output.
-
-    Returns:
-        One graph value per output.
-    """
+    """Put a region's call at the graph's insertion point, with ``tile`` rows per tile (0: all at
+    once); ``results`` are the fake values of its outputs. Returns a graph value per output."""
     call = graph.call_function(torch.ops.fxrl.region.default, (inputs, region.id, tile, []))
     call.meta["val"] = list(results)
     call.meta["region"] = region

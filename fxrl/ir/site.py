@@ -46,11 +46,8 @@ def module_path(node: fx.Node) -> str:
 
 
 def name_sites(gm: fx.GraphModule, where: str) -> None:
-    """Give every call of a lowered graph its name, checkpointed bodies included.
-
-    Args:
-        where: the capture's number, or the id of the region whose body this is.
-    """
+    """Name every call of a lowered graph, checkpointed bodies included, after ``where``: the number
+    of the capture, or the id of the region whose body this is."""
     seen: Counter[str] = Counter()
     for graph in graphs_of(gm):
         for node in graph.nodes:
@@ -74,11 +71,8 @@ def rename_site(node: fx.Node, path: str, own: str) -> None:
 
 
 def names_module(pattern: str, path: str) -> bool:
-    """Whether a pattern names a module or one that it is in: its whole path, or a part of it.
-
-    Args:
-        pattern: dotted names; ``*`` stands for anything.
-    """
+    """Whether a pattern of dotted names (``*`` matches anything) matches a module's path, a part of
+    it, or a module around it."""
     return any(fnmatchcase(path, f"{a}{pattern}{b}") for a in ("", "*.") for b in ("", ".*"))
 
 

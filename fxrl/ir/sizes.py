@@ -50,7 +50,7 @@ class _Apply(Generic[V]):
 
 
 def _value(formula: Any, apply: Callable[[Any, Any, Any], Any], known: Callable[[Any], Any]) -> Any:
-    """What a formula comes to: ``apply(operator, left, right)`` computes, ``known`` reads."""
+    """Evaluate a formula: ``apply(operator, left, right)`` computes, ``known`` reads a leaf."""
     if isinstance(formula, _Apply):
         left, right = (_value(part, apply, known) for part in (formula.left, formula.right))
         return apply(formula.operator, left, right)
@@ -69,7 +69,7 @@ class _Known(Generic[V]):
             self.sizes.setdefault(size.node.expr, value)
 
     def formula(self, size: Size) -> V | int | _Apply[V] | None:
-        """How ``size`` is computed; None where what is known does not tell."""
+        """A formula of known sizes for ``size``; None if there is none."""
         return size if isinstance(size, int) else self.find(size.node.expr)
 
     def find(self, expr: Any, solving: frozenset[Any] = frozenset()) -> Any:
@@ -172,7 +172,7 @@ def _told_by(symbol: Any, exprs: Sequence[Any]) -> Any:
 
 
 def measure_by(values: Mapping[Any, Any]) -> Callable[[Any], int]:
-    """What a size, or an expression of sizes, is as a number where its symbols are ``values``.
+    """A function that evaluates sizes, and expressions of sizes, with these values of symbols.
 
     A symbol that is not among them (a count that depends on data) counts as 1.
     """
@@ -311,7 +311,8 @@ class BoundSizes:
         self._places = tuple(places.values())
 
     def read(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
-        """What the names are in these inputs; symbols again where the inputs are fake."""
+        """The values of the named sizes in these inputs; they are symbols where the inputs are
+        fake."""
 
         def dim(place: tuple[int, int]) -> Size:
             return inputs[place[0]].shape[place[1]]

@@ -18,11 +18,8 @@ _RULE = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def plain_text(renderable: RenderableType, width: int | None = None) -> str:
-    """``renderable`` without colour codes and trailing blanks.
-
-    Args:
-        width: columns; ``None`` takes the terminal's, or ``DEFAULT_WIDTH`` without one.
-    """
+    """``renderable`` without colour codes and trailing blanks, ``width`` columns wide (None: as the
+    terminal, or ``DEFAULT_WIDTH`` without one)."""
     columns = terminal_width() if width is None else width
     file = io.StringIO()
     # force_* and color_system: whatever environment rich would consult, the text is the same.
@@ -47,12 +44,8 @@ def terminal_width() -> int:
 
 
 def open_table(*columns: str, right: tuple[str, ...] = (), fixed: tuple[str, ...] = ()) -> Table:
-    """An empty table in fxrl's one look: a rule under the header, none around.
-
-    Args:
-        right: those aligned to the right (numbers).
-        fixed: those never wrapped.
-    """
+    """An empty table in fxrl's style, a rule under the header and no frame. Columns in ``right``
+    are right-aligned (numbers), those in ``fixed`` never wrapped."""
     table = Table(box=_RULE, pad_edge=False, show_edge=False)
     for name in columns:
         table.add_column(

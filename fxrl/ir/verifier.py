@@ -7,7 +7,6 @@ here, under the name of the pass that set it, and not three passes later.
 from __future__ import annotations
 
 import itertools
-import operator
 from typing import Any
 
 import torch
@@ -23,16 +22,13 @@ class GraphError(AssertionError):
 
 
 class GraphCheck:
-    """Checks one graph after each pass that changed it; bodies of its calls are part of it.
-
-    Args:
-        gm: the graph before the first pass, which nobody is blamed for.
-        values: also compute every fake value that a pass changed anew, and compare.
-    """
+    """Checks a graph and the bodies of its calls after each pass that changed it. With ``values``,
+    fake values that a pass changed are also recomputed and compared."""
 
     def __init__(self, gm: fx.GraphModule, *, values: bool) -> None:
         self.values = values
-        self._sound = {n: _state(n) for graph in graphs_of(gm) for n in graph.nodes if values}
+        self._alive: list[Any] = []  # what the keys name, which nothing else may take the place of
+        self._sound = {self._key(n) for graph in graphs_of(gm) for n in graph.nodes if values}
 
     def after(self, name: str, gm: fx.GraphModule) -> None:
         """Check what the pass ``name`` made of the graph."""
@@ -55,20 +51,18 @@ class GraphCheck:
             for node in graph.nodes:
                 if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
                     continue
-                state = _state(node)
-                if not _is_same(state, self._sound.get(node, ())):
+                if (key := self._key(node)) not in self._sound:
                     _check(node, name, run)
-                    self._sound[node] = state
+                    self._sound.add(key)
 
-
-def _state(node: fx.Node) -> tuple[Any, ...]:
-    """What the check of a node depends on: objects that are replaced and never written into."""
-    vals = (one.meta.get("val") for one in (node, *node.all_input_nodes))
-    return node.target, node.args, node.kwargs, node.meta.get("region"), *vals
-
-
-def _is_same(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(state) == len(other) and all(map(operator.is_, state, other))
+    def _key(self, node: fx.Node) -> tuple[Any, ...]:
+        """What the check of a node depends on: its call, whose operands are known by their values,
+        and its own value. A copy of a node, as inlining makes them, has the same."""
+        own, region = node.meta.get("val"), node.meta.get("region")
+        known = {arg: _held(arg) for arg in node.all_input_nodes}
+        self._alive += [own, region, *known.values()]
+        call = fx.map_arg((node.args, node.kwargs), lambda arg: id(known[arg]))
+        return node.target, str(call), id(region), id(own)
 
 
 class _Runner:
@@ -85,17 +79,16 @@ class _Runner:
         if key not in self._made:
             taken = [n.meta.get("val") for n in body.graph.find_nodes(op="placeholder")]
             same = all(isinstance(x, Tensor) for x in taken) and _layouts(taken) == key[1]
-            self._made[key] = _returned(body.graph) if same else _Inside(body).run(*inputs)
+            if same:
+                result = body.graph.output_node().args[0]
+                self._made[key] = fx.map_arg(result, lambda node: node.meta.get("val"))
+            else:
+                self._made[key] = _Inside(body).run(*inputs)
         return self._made[key]
 
 
 def _layouts(values: list[Tensor]) -> str:
     return str([(_show(value), value.stride()) for value in values])
-
-
-def _returned(graph: fx.Graph) -> Any:
-    """What a graph is said to return."""
-    return fx.map_arg(graph.output_node().args[0], lambda node: node.meta.get("val"))
 
 
 def _check(node: fx.Node, after: str, run: _Runner) -> None:
@@ -123,13 +116,18 @@ class _Inside(fx.Interpreter):
         return _Inside(region.forward).run(*inputs)
 
 
-def _operand(node: fx.Node) -> Any:
+def _held(node: fx.Node) -> Any:
+    """The value of a node, or the constant that it reads."""
     if node.op != "get_attr":
         return node.meta.get("val")
-    held = getattr(node.graph.owning_module, str(node.target), None)
-    if not isinstance(held, Tensor):
-        return None
-    return memory_like(held)
+    return getattr(node.graph.owning_module, str(node.target), None)
+
+
+def _operand(node: fx.Node) -> Any:
+    held = _held(node)
+    if node.op != "get_attr":
+        return held
+    return memory_like(held) if isinstance(held, Tensor) else None
 
 
 def _flat(value: Any) -> list[Any]:

@@ -89,8 +89,8 @@ def widened(weight: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor
 
 
 def _share(whole: int, scales: int, stride: int) -> tuple[int, int]:
-    """How many entries of a dim share a scale, and from which to which it is; all share one where
-    there is one."""
+    """The number of entries of a dim that share a scale, and the stride from one scale to the next,
+    which is 0 if all share one."""
     if scales == 1:
         return 1, 0
     return next(n for n in (1, op.GROUP, BLOCK) if -(-whole // n) == scales), stride

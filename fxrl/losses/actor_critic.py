@@ -94,11 +94,8 @@ class ValueHead(nn.Linear):
         self._asked, self._heard = True, None
 
     def heard(self) -> Tensor:
-        """What it has handed over, [B, T or the kept part of it, H]; held no longer.
-
-        Raises:
-            BatchError: there was no forward of that policy.
-        """
+        """The hidden states that were recorded, [B, T or the kept part of it, H]; they are
+        released. Raises ``BatchError`` if the policy has not run."""
         hidden, self._asked, self._heard = self._heard, False, None
         if hidden is None:
             raise BatchError(

@@ -156,8 +156,7 @@ def _recurrence(factors: Tensor, terms: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, moments: tuple[float, float] | None = None) -> Tensor:
     """``values`` with mean 0 and standard deviation 1 over the tokens that count, 0 elsewhere.
 
-    Args:
-        moments: mean and standard deviation over more than these values, such as a whole step's.
+    ``moments`` are mean and standard deviation over more than these values, such as a whole step's.
     """
     counts = mask != 0
     flat, valid = values.reshape(1, -1), counts.reshape(1, -1)

@@ -67,7 +67,7 @@ def token_stats(
 
 
 def entropy_of(all_logps: Tensor) -> Tensor:
-    """Of distributions, in nats: log-probs [..., V] -> [...]."""
+    """Entropy of distributions, in nats: log-probs [..., V] -> [...]."""
     return -(all_logps.exp() * all_logps).sum(-1)
 
 

@@ -116,16 +116,11 @@ def _check(name: str, value: Any, hint: Any) -> None:
 
 @dataclass(frozen=True)
 class Critic:
-    """How a trainer makes ``advantages`` and ``returns`` of rewards and values (``ppo``).
+    """How a trainer computes ``advantages`` and ``returns`` from rewards and values (``ppo``)."""
 
-    Attributes:
-        gamma, lam: of ``advantages.gae``.
-        kl_coef: weight of each token's log pi_old - log pi_ref, which is taken off its reward.
-    """
-
-    gamma: float = 1.0
+    gamma: float = 1.0  # this and ``lam`` as in ``advantages.gae``
     lam: float = 0.95
-    kl_coef: float = 0.0
+    kl_coef: float = 0.0  # weight of log pi_old - log pi_ref, subtracted from a token's reward
 
     def __post_init__(self) -> None:
         check_positive("kl_coef", self.kl_coef, or_zero=True)
@@ -137,33 +132,21 @@ class Critic:
 
 @dataclass(frozen=True)
 class LossInfo:
-    """What a loss tells a trainer of itself (``loss_info``); the defaults are of one that does not.
+    """What a loss declares about itself (``loss_info``); the defaults if it declares nothing."""
 
-    Attributes:
-        mean_over: what it is a mean over (``reduce.mean_over``).
-        per_sequence: names of its metrics that are means over sequences, not over tokens.
-        advantages: the baseline that its paper subtracts from the reward.
-        scale_rewards: the standard deviation that its paper divides by.
-        critic: what takes the place of these two where the model predicts values.
-        options: its settings, if it is a policy loss of ``fxrl.losses``.
-        reads: what it is trained on: completions of ``"prompts"``; given ``"sequences"``;
-            ``"pairs"``, B chosen rows and then their B rejected ones; or ``"labelled"`` sequences.
-        reference: whether it reads ``ref_logps``; ``None`` where it does not say.
-        scalar_head: whether the model gives each sequence one number, not tokens' logits.
-        mismatched_kl: whether it reads ``kl``, an estimate of KL(policy || reference) from prompts
-            with each other's completions.
-    """
-
-    mean_over: Over = "sequences"
-    per_sequence: frozenset[str] = frozenset()
-    advantages: Baseline = "group"
-    scale_rewards: ScaleRewards = "group"
-    options: PolicyOptions | None = None
+    mean_over: Over = "sequences"  # what it is a mean over (``reduce.mean_over``)
+    per_sequence: frozenset[str] = frozenset()  # its metrics that are means over sequences
+    advantages: Baseline = "group"  # the baseline that its paper subtracts from the reward
+    scale_rewards: ScaleRewards = "group"  # the standard deviation that its paper divides by
+    options: PolicyOptions | None = None  # its settings, if it is a policy loss of ``fxrl.losses``
+    # Its data: completions of ``"prompts"``; given ``"sequences"``; ``"pairs"``, B chosen rows and
+    # then their B rejected ones; or ``"labelled"`` sequences.
     reads: Reads = "prompts"
-    reference: bool | None = None
+    reference: bool | None = None  # whether it reads ``ref_logps``; ``None``: not declared
+    # Whether it reads ``kl``, KL(policy || reference) estimated from mismatched completions.
     mismatched_kl: bool = False
-    scalar_head: bool = False
-    critic: Critic | None = None
+    scalar_head: bool = False  # the model outputs one number per sequence, not logits
+    critic: Critic | None = None  # replaces ``advantages`` and ``scale_rewards`` with a value head
 
 
 def tells(info: LossInfo) -> Callable[[LossFn], LossFn]:

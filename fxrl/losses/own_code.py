@@ -144,7 +144,7 @@ def _load_file(path: str) -> ModuleType:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised, if that is a line of a file."""
+    """File and line where it was raised, if there is such a file."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f" ({frame.filename}:{frame.lineno})" if os.path.isfile(frame.filename) else ""
 

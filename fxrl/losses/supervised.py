@@ -162,7 +162,7 @@ def distill(
 
 
 def _divergence(own_logps: Tensor, their_logps: Tensor, beta: float) -> Tensor:
-    """That of ``distill`` per token: log-probs [B, C, V], twice -> [B, C]."""
+    """The divergence of ``distill`` per token: log-probs [B, C, V], twice -> [B, C]."""
     if beta == 0.0:
         return _kl(their_logps, own_logps)
     if beta == 1.0:
@@ -338,12 +338,9 @@ def _sequence_logps(
     reduce_tokens: Callable[[Tensor, Tensor], Tensor],
     why: str,
 ) -> tuple[Tensor, Tensor]:
-    """log pi(y | x) of each sequence [B], and how far it is above the reference's.
-
-    Args:
-        reduce_tokens: of log-probs [B, C] and ``mask``.
-        why: ``ref_logps`` are needed; where it is empty they count as 0.
-    """
+    """log pi(y | x) of each sequence [B], reduced by ``reduce_tokens(logps [B, C], mask)``, and its
+    excess over the reference's. ``why`` says what ``ref_logps`` are needed for; if empty they may
+    be missing, and count as 0."""
     logits, _ = completion_logits(model, batch, mask.shape[1])
     tokens = batch["input_ids"][:, -mask.shape[1] :]
     logps = reduce_tokens(token_stats(logits, tokens).logps, mask)

@@ -101,7 +101,7 @@ class HeldWeight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parameter."""
+        """Names of the parameter, one per holder."""
         return tuple(f"{path}.weight" for path in self.holders)
 
 
@@ -146,14 +146,9 @@ class CheckpointTensors:
         self._converted: dict[str, Tensor] | None = None
 
     def get(self, names: Sequence[str], shape: torch.Size) -> Tensor:
-        """The tensor of one parameter, on the CPU, in the checkpoint's dtype; not to be written.
-
-        FP8 weights come dequantized, in float32.
-
-        Args:
-            names: of the parameter; tied ones have several and are stored under one of them.
-            shape: that it must have.
-        """
+        """The tensor of one parameter, of this shape, on the CPU in the checkpoint's dtype; do not
+        write to it. FP8 weights are dequantized to float32. A tied parameter has several ``names``,
+        and is stored under one of them."""
         stored = next((name for name in names if name in self._files), None)
         if stored is not None:
             tensor = self._dequantized(stored, self._read(stored))

@@ -231,11 +231,7 @@ def load_model(
 
 
 def load_tokenizer(model_id: str | Path, on_progress: Callable[[str], None] | None = None) -> Any:
-    """The tokenizer that ``load_model`` gives, without the weights.
-
-    Raises:
-        ModelError, FetchError, MissingPackageError: as ``load_model``.
-    """
+    """The tokenizer that ``load_model`` gives, without the weights; raises likewise."""
     source = resolve(model_id)
     if source is Source.TINY:
         return tiny_tokenizer(parse_tiny(str(model_id))[1].vocab)
@@ -391,11 +387,8 @@ def _check(place: str, *, local: bool) -> None:
 
 
 def find_file(place: str, name: str, *, local: bool) -> Path | None:
-    """A file of a folder or a hub's repository; ``None`` where it is not there.
-
-    Raises:
-        OSError: there is no such repository, or it cannot be reached.
-    """
+    """A file of a folder or of a hub repository; ``None`` if it has no such file. Raises
+    ``OSError`` if there is no such repository, or it cannot be reached."""
     utils = optional("transformers.utils", f"loading {place}")
     found = utils.cached_file(
         place, name, local_files_only=local, _raise_exceptions_for_missing_entries=False

@@ -92,15 +92,11 @@ class Quantization:
     def chosen(
         self, model: nn.Module, *, trained: bool = False, linears: bool = True
     ) -> list[HeldWeight]:
-        """The weights of a model that are to be held so.
+        """The weights of a model that are to be quantised: frozen ones, and with ``trained`` all;
+        without ``linears`` only embeddings and head.
 
-        Args:
-            trained: those that require a gradient, too.
-            linears: others than embeddings and head, too.
-
-        Raises:
-            ModelError: ``skip`` names no Linear, one's inputs are no multiple of 64, in 4 bits, or
-                embeddings or head cannot be held so.
+        Raises ``ModelError`` if ``skip`` names no Linear, the inputs of one are no multiple of 64
+        in 4 bits, or embeddings or head cannot be quantised.
         """
         weights, ends = held_weights(model), self.ends(model)
         found = [p for one in weights for p, m in one.holders.items() if type(m) is nn.Linear]
@@ -135,7 +131,7 @@ class Quantization:
 
     @staticmethod
     def ends(model: nn.Module) -> dict[str, nn.Module | None]:
-        """Where tokens become vectors, and vectors logits, under whatever adapter."""
+        """The input embeddings and the output layer, beneath any adapter."""
         names = {"embeddings": "get_input_embeddings", "head": "get_output_embeddings"}
         found = {end: getattr(model, name, lambda: None)() for end, name in names.items()}
         return {end: getattr(module, "base_layer", module) for end, module in found.items()}
@@ -179,28 +175,20 @@ class Quantized(nn.Module):
 
     Its ``state_dict`` has the names and bytes that a checkpoint would (``fxrl.models.stored``): a
     model that was read so is saved so, by whatever saves it.
-
-    Attributes:
-        weight, weight_scale: as ``fxrl.ops.dequantized`` has them; kept as views.
-        format: ``"fp8"``, ``"int4"`` or ``"nf4"``.
-        stored: what the checkpoint has beside the weight, which is saved as it is.
-        tied: both are another module's, too, which saves and loads them.
     """
 
+    # In the layout of ``fxrl.ops.dequantized``; kept as views.
     weight: Tensor
     weight_scale: Tensor
     format: Format
-    stored: Stored
-    tied: bool
+    stored: Stored  # further tensors that the checkpoint has beside the weight; saved unchanged
+    tied: bool  # another module owns the weight, and saves and loads it
 
     def hold(
         self, weight: Tensor, scale: Tensor, format: Format, stored: Stored | None, *, tied: bool
     ) -> torch.Size:
-        """Sets the attributes, in place of ``__init__``: PyTorch's would draw a weight.
-
-        Returns:
-            The weight's sizes.
-        """
+        """Set the attributes; called instead of ``__init__``, since PyTorch's would draw a weight.
+        Returns the weight's shape."""
         self.format, self.stored, self.tied = format, dict(stored or {}), tied
         for name, value in (("weight", weight), ("weight_scale", scale)):
             made = value if isinstance(value, nn.Parameter) else nn.Parameter(value, False)
@@ -325,7 +313,7 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """Dtype of the rows."""
         return self.like.dtype
 
     def forward(self, input: Tensor) -> Tensor:
@@ -338,7 +326,7 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Of the rows that a table of embeddings gives, or what adapters beside a Linear take."""
+    """Dtype of the rows of an embedding table, or the one that adapters take beside a Linear."""
     held: Any = module
     return held.compute_dtype if isinstance(module, Quantized) else held.weight.dtype  # type: ignore[no-any-return]
 
@@ -432,13 +420,11 @@ def load_quantized(
 
 
 def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) -> nn.Module:
-    """Hold the weights of a model on ``meta`` as ``load_quantized`` would, and read none.
+    """Hold the weights of a model on ``meta`` as ``load_quantized`` would (``how`` is ``settled``),
+    and read none of them; the model is changed in place.
 
-    Args:
-        model: whose configuration says how its checkpoint is stored; changed in place.
-        place: the checkpoint's folder, whose tensors' names say which weights are quantised; None,
-            or a folder without safetensors, leaves that to the configuration's words.
-        how: ``settled`` for it.
+    The names of the tensors in the checkpoint's folder ``place`` say which weights are quantised;
+    without one that has safetensors, the model's configuration says it.
     """
     config = quantization_of(getattr(model, "config", None)) or {}
     if stored_format(config) is None:
@@ -462,15 +448,9 @@ def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) ->
 def read_in_bits(
     checkpoint: CheckpointTensors, holders: dict[str, nn.Module], layout: Layout, how: Quantization
 ) -> tuple[Tensor, Tensor]:
-    """Values and scales of a weight, as they are stored or quantised now, on the CPU.
-
-    Args:
-        holders: that will have it in common, by path.
-        layout: what its rows will mean.
-
-    Raises:
-        ModelError: see ``load_quantized``.
-    """
+    """Values and scales of a weight, as stored or quantised now, on the CPU; ``holders`` will
+    share it, by path, and ``layout`` says how its rows will be read. Raises as
+    ``load_quantized`` does."""
     held: Any = next(iter(holders.values()))
     shape = torch.Size(sizes(held.held, layout.format))
     for path in holders:

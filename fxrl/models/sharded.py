@@ -55,18 +55,12 @@ class Sharded(nn.Module):
     NOTE [Why the part is no parameter]: whatever moves, casts, sends or saves the parameters of a
     model would make of this rank's part another one's (DistributedDataParallel sends rank 0's to
     all), or memory that nobody else maps. It is never written, and none of them is to touch it.
-
-    Attributes:
-        part: this rank's rows as bytes [rows / ranks, columns * itemsize].
-        layout: what they mean; its dtype is what adapters take for the weight's.
-        shards: what maps the others' parts; None on ``meta``.
-        scale: of values in 8 or 4 bits, all of it; like the part no parameter, for nothing is to
-            cast it.
     """
 
-    part: Tensor
-    layout: Layout
-    shards: Shards | None
+    part: Tensor  # this rank's rows as bytes [rows / ranks, columns * itemsize]
+    layout: Layout  # how to read them; adapters take its dtype for the weight's
+    shards: Shards | None  # maps the other ranks' parts; None on ``meta``
+    # The whole scale of a quantised weight. No parameter either: nothing may cast it.
     scale: Tensor | None
 
     def hold(
@@ -104,11 +98,8 @@ class Sharded(nn.Module):
         return {"weight": self.shards.whole(self.held, plain), "weight_scale": self.scale}
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse to be trained in full, as ``modules_to_save`` of PEFT would have it.
-
-        Raises:
-            ModelError: it is to require a gradient.
-        """
+        """Refuse, by a ``ModelError``, to be trained in full, as PEFT's ``modules_to_save``
+        asks."""
         if requires_grad:
             raise ModelError(
                 f"a {type(self).__name__} is to be trained, and its weight is shared out over "
@@ -139,12 +130,8 @@ class Sharded(nn.Module):
 
 
 class ShardedLinear(Sharded, nn.Linear):  # type: ignore[override]
-    """``x weight^T + bias`` with a weight of which this rank has a part of the rows.
-
-    Args:
-        part, layout, shards, scale: see ``Sharded``.
-        bias: [outputs], or None.
-    """
+    """``x weight^T + bias`` with a weight of which this rank holds some rows; for ``part``,
+    ``layout``, ``shards`` and ``scale`` see ``Sharded``."""
 
     def __init__(
         self,
@@ -200,15 +187,10 @@ def held_bytes(model: nn.Module) -> int:
 # ---------------------------------------------------------------------------- which, and where
 @dataclass(frozen=True, slots=True)
 class Shared(HeldWeight):
-    """A weight that is shared out, or its values in 8 or 4 bits.
+    """A weight to be distributed over ranks: in full, or its values in 8 or 4 bits."""
 
-    Attributes:
-        layout: what its rows mean.
-        scale: of a format.
-    """
-
-    layout: Layout
-    scale: Tensor | None = None
+    layout: Layout  # how to read its rows
+    scale: Tensor | None = None  # of values in 8 or 4 bits
 
     @property
     def row_bytes(self) -> int:
@@ -219,17 +201,14 @@ class Shared(HeldWeight):
         return -(-len(self.weight) // ranks)
 
     def rows_of(self, rank: int, ranks: int) -> slice:
-        """Those of the weight that a rank has."""
+        """The rows of the weight that a rank holds."""
         share, most = self.part_rows(ranks), len(self.weight)
         return slice(min(rank * share, most), min((rank + 1) * share, most))
 
 
 def chosen(model: nn.Module, *, trained: bool = False) -> list[Shared]:
-    """The weights of a model that are shared out: of its Linears, and its embeddings.
-
-    Args:
-        trained: those that require a gradient, too.
-    """
+    """The weights of a model's Linears and embeddings that are distributed over the ranks: the
+    frozen ones, or all with ``trained``."""
     able = [
         Shared(one.weight, one.holders, Layout(len(one.weight), one.weight.dtype, ""))
         for one in held_weights(model)
@@ -260,7 +239,7 @@ def _in_bits(model: nn.Module) -> list[Shared]:
 
 
 def _laid_out(weights: Sequence[Shared], ranks: int) -> tuple[list[int], int]:
-    """Where each weight's part begins, and the bytes of all."""
+    """The offset of each weight's part, and the bytes of all parts."""
     places, size = [], 0
     for one in weights:
         places.append(size)
@@ -281,7 +260,7 @@ def _parts(
 def _put(
     model: nn.Module, weights: Sequence[Shared], memory: Tensor, ranks: int, shards: Any
 ) -> None:
-    """What takes the places of the weights' holders."""
+    """Replace the modules that hold the weights by ones that hold this rank's parts."""
     for one, part in _parts(weights, ranks, memory):
         given = part.view(torch.uint8), one.layout
         for path, module in one.holders.items():

@@ -203,13 +203,9 @@ _CONTROL = 3  # llama.cpp's type of tokens such as <|im_start|>
 
 
 def convert_gguf(gguf: Path, folder: Path, *, eos_token: str, pad_token: str) -> None:
-    """Writes model, tokenizer and generation config of ``gguf`` into ``folder``.
-
-    Args:
-        gguf: the file: a Llama with a byte-level BPE vocabulary.
-        eos_token: text of the token that ends a turn; must be in the vocabulary.
-        pad_token: likewise, for padding.
-    """
+    """Write model, tokenizer and generation config of ``gguf``, a Llama with a byte-level BPE
+    vocabulary, into ``folder``. ``eos_token`` ends a turn; it and ``pad_token`` are in the
+    vocabulary."""
     try:
         model, tokenizer = _read(gguf, eos_token, pad_token)
     except (FetchError, MissingPackageError):

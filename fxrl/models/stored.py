@@ -36,14 +36,8 @@ _SKIPPED = "llm_int8_skip_modules"
 
 
 def stored_format(config: Mapping[str, Any] | None) -> Format | None:
-    """How the Linears of a checkpoint are stored; None where that is left to transformers.
-
-    Args:
-        config: ``quantization_config`` of its ``config.json``.
-
-    Raises:
-        ModelError: it is a variant of a known way that is not read.
-    """
+    """The format of a checkpoint's Linears by its ``quantization_config``; None is left to
+    transformers. Raises ``ModelError`` for a variant that is not read."""
     config = config or {}
     method = config.get("quant_method")
     if method == "compressed-tensors":
@@ -83,7 +77,7 @@ def _compressed_format(config: Mapping[str, Any]) -> Format:
 
 
 def _groups(config: Mapping[str, Any]) -> Collection[Mapping[str, Any]]:
-    """What compressed-tensors says of weights, by which Linears they are of."""
+    """The groups of compressed-tensors' configuration, each of which describes some Linears."""
     return dict(config.get("config_groups") or {}).values()
 
 
@@ -111,12 +105,9 @@ def names_stored(names: Container[str], path: str) -> bool:
 
 
 def words_stored(config: Mapping[str, Any], path: str, kind: str) -> bool:
-    """Whether a module's weight is quantised by the words of ``quantization_config`` alone.
-
-    Args:
-        kind: ``"Linear"``, ``"Embedding"``, or ``"head"``, a Linear that is not quantised by
-            default: bitsandbytes does so where a list says what to leave, FP8 never.
-    """
+    """Whether ``quantization_config`` alone says that a module's weight is quantised. ``kind`` is
+    ``"Linear"``, ``"Embedding"`` or ``"head"``, a Linear that is not quantised by default:
+    bitsandbytes quantises it if a list names what to leave out, FP8 never."""
     lists = (config.get(key) for key in ("ignore", "modules_to_not_convert", _SKIPPED))
     left = next((one for one in lists if one is not None), None)
     if any(_named(pattern, path) for pattern in left or ()):
@@ -141,11 +132,8 @@ def is_stored(stored: Stored) -> bool:
 
 
 def read_stored(stored: Stored, shape: torch.Size, format: Format) -> tuple[Tensor, Tensor]:
-    """Values and scales of a Linear's weight [N, K], as ``fxrl.ops.dequantized`` has them.
-
-    Raises:
-        ValueError: the tensors do not make such a weight, in words that begin "its".
-    """
+    """Values and scales of a Linear's weight [N, K], as ``fxrl.ops.dequantized`` has them. Raises
+    ``ValueError``, in words that begin "its", if the tensors do not make such a weight."""
     if format == "int4":
         return _read_int4(stored, shape)
     values = stored["weight"]
@@ -196,11 +184,8 @@ def _turned(packed: Tensor) -> Tensor:
 
 
 def to_store(values: Tensor, scale: Tensor, format: Format, kept: Stored) -> Stored:
-    """What ``read_stored`` reads as these values and scales.
-
-    Args:
-        kept: what a checkpoint had beside the weight; empty for a weight that was quantised here.
-    """
+    """The tensors that ``read_stored`` reads as these values and scales. ``kept`` is what a
+    checkpoint had beside the weight, empty for a weight quantised here."""
     if format == "fp8":
         return {"weight": values, **(kept or {"weight_scale": scale})}
     if format == "int4":
@@ -229,12 +214,8 @@ _STRATEGIES: dict[Recipe, dict[str, Any]] = {
 def config_of(
     format: Format, recipe: Recipe, wide: list[str], *, embeddings: bool = False
 ) -> dict[str, Any]:
-    """The ``quantization_config`` of a model that was quantised here.
-
-    Args:
-        wide: names of the Linears that were not.
-        embeddings: so was the table of embeddings, which bitsandbytes has no word for.
-    """
+    """The ``quantization_config`` of a model that was quantised here, but for the Linears in
+    ``wide``. ``embeddings`` were quantised too, which bitsandbytes has no word for."""
     if format == "nf4":
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
         options |= {"bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16"}

@@ -115,15 +115,9 @@ def parse_tiny(model_id: str) -> tuple[str, TinySize]:
 
 
 def tiny_config(kind: str, size: TinySize | None = None, **sizes: int) -> Any:
-    """A ``PretrainedConfig`` of architecture ``kind`` (one of ``TINY_KINDS``).
-
-    Args:
-        size: sizes to start from; ``sizes`` go on top.
-
-    Raises:
-        ModelError: unknown kind, or a size that does not work.
-        MissingPackageError: transformers is not installed.
-    """
+    """A ``PretrainedConfig`` of architecture ``kind`` (one of ``TINY_KINDS``), of ``size`` changed
+    by ``sizes``. Raises ``ModelError`` for an unknown kind or a size that does not work,
+    ``MissingPackageError`` without transformers."""
     if kind not in _KINDS:
         raise ModelError(f"tiny model: unknown kind {kind!r}; one of {', '.join(_KINDS)}")
     hf = optional("transformers", "a tiny model")
@@ -153,11 +147,8 @@ def tiny_config(kind: str, size: TinySize | None = None, **sizes: int) -> Any:
 
 
 def tiny_tokenizer(vocab_size: int = 320) -> Any:
-    """One token a byte, ChatML, exact both ways, made without data; padding on the left.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-    """
+    """A tokenizer with one token per byte, ChatML and padding on the left, exact both ways and made
+    without data. Raises ``MissingPackageError`` without transformers."""
     hf = optional("transformers", "a tiny tokenizer")
     tk = optional("tokenizers", "a tiny tokenizer")
     alphabet = sorted(tk.pre_tokenizers.ByteLevel.alphabet())

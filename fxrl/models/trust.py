@@ -25,7 +25,7 @@ _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds."""
+    """The content of a JSON file."""
     try:
         return json.loads(file.read_bytes().decode("utf-8-sig"))
     except OSError as error:
@@ -37,12 +37,8 @@ def read_json(file: Path) -> Any:
 
 
 def check_config(values: Any, name: str) -> None:
-    """Raises where a ``config.json`` names a kernel, or more parts than any model has.
-
-    Args:
-        values: what it holds.
-        name: of the file or model, for the message.
-    """
+    """Raise if a ``config.json`` with these values, called ``name`` in the message, names a kernel,
+    or more parts than any model has."""
     for key, value in _entries(values):
         if _IMPLEMENTATION.search(key):
             for one in value.values() if isinstance(value, Mapping) else [value]:

@@ -54,11 +54,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 # ---------------------------------------------------------------------------- the ranks
 def join_group(ranks: int, timeout: timedelta | None = None) -> None:
-    """Make the groups of ``ranks`` consecutive processes; all processes call it, once or more.
-
-    Args:
-        timeout: of collectives within a group; by default the backend's.
-    """
+    """Make the process groups of ``ranks`` consecutive processes; all processes call it, any number
+    of times. ``timeout`` of their collectives: None is the backend's."""
     if ranks == 1:
         return
     asked = f"context_parallel={ranks}"
@@ -91,18 +88,16 @@ def leave_groups() -> None:
 
 
 def told_by_ranks(value: Any, ranks: int) -> list[Any]:
-    """What each rank of this one's group has; all of them call it, with what can be pickled."""
+    """Gather the values of all ranks of this one's group; all of them call it, with what can be
+    pickled."""
     told: list[Any] = [None] * ranks
     dist.all_gather_object(told, value, group=_group(ranks))
     return told
 
 
 def told_by_first(make: Callable[[], T], inputs: str, ranks: int) -> T:
-    """What ``make`` returns, or raises, on the first rank of this one's group; all of them call it.
-
-    Args:
-        inputs: what it is made of, as a text: the same on all ranks.
-    """
+    """The result of ``make`` on the first rank of this group, or its exception; all of the ranks
+    call it, with the same ``inputs``: a text of what ``make`` depends on."""
     made: Any = None
     if dist.get_rank(_group(ranks)) == 0:
         try:
@@ -151,13 +146,10 @@ def _resized(x: Tensor, dim: int, size: Size) -> list[Size]:
 def shard_tokens(
     x: Tensor, dim: int, outer: int, inner: int, start: int, local: int, copies: bool, ranks: int
 ) -> Tensor:
-    """A rank's part of a whole value.
+    """A rank's part of a whole value, whose dim ``dim`` has ``outer * length * inner`` entries, the
+    first of them for token ``start``; the part has ``outer * local * inner``.
 
-    Args:
-        x: its dim ``dim`` has ``outer * length * inner`` entries.
-        start: the token that the first entry is for.
-        local: tokens that a rank holds; the result has ``outer * local * inner`` entries.
-        copies: where there is no entry stands the nearest one's copy, else zeros.
+    Where there is no entry the nearest one's copy stands if ``copies``, else zeros.
     """
     parted, at = _parted(x, dim, outer, inner)
     length = parted.shape[at]
@@ -186,11 +178,8 @@ def _(x: Tensor, dim: int, outer: Size, inner: Size, start: Size, local: Size, *
 def gather_tokens(
     x: Tensor, dim: int, outer: int, inner: int, start: int, length: int, ranks: int
 ) -> Tensor:
-    """The whole of a shared value: ``length`` entries of which the first is for token ``start``.
-
-    Args:
-        x: its dim ``dim`` has ``outer * local * inner`` entries.
-    """
+    """The whole of a shared value ``x``, whose dim ``dim`` has ``outer * local * inner`` entries:
+    ``length`` tokens, the first of them number ``start``."""
     part, at = _parted(x, dim, outer, inner)
     part = part.contiguous()
     parts = x.new_empty(ranks, *part.shape)
@@ -231,15 +220,9 @@ _EXCHANGE = "(Tensor[] x, Tensor tokens, int ranks) -> Tensor[]"
 
 @torch.library.custom_op("fxrl::seq_to_head", mutates_args=(), schema=_EXCHANGE)
 def seq_to_head(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
-    """From a rank's tokens of all heads to all tokens of its heads, in one all-to-all.
-
-    Args:
-        x: [B, heads, t, D], of one dtype; ``ranks`` divides each one's heads.
-        tokens: has T entries in its last dim; nothing else of it counts.
-
-    Returns:
-        [B, heads / ranks, T, D] each, contiguous.
-    """
+    """From a rank's tokens of all heads, [B, heads, t, D] each and of one dtype, to all tokens of
+    its heads, [B, heads / ranks, T, D] each and contiguous, in one all-to-all. ``ranks`` divides
+    the numbers of heads; T is the last size of ``tokens``, of which nothing else counts."""
     batch, _, local, _ = x[0].shape
     sent = [torch.unflatten(part, 1, (ranks, -1)).transpose(0, 1).reshape(ranks, -1) for part in x]
     got = _exchanged(sent, ranks)
@@ -253,15 +236,9 @@ def seq_to_head(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]
 
 @torch.library.custom_op("fxrl::head_to_seq", mutates_args=(), schema=_EXCHANGE)
 def head_to_seq(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
-    """From all tokens of a rank's heads to its tokens of all heads, in one all-to-all.
-
-    Args:
-        x: [B, heads / ranks, T, D], of one dtype.
-        tokens: as for ``seq_to_head``.
-
-    Returns:
-        [B, heads, t, D] each, in memory [B, t, heads, D]; zeros beyond the last token.
-    """
+    """From all tokens of a rank's heads, [B, heads / ranks, T, D] each and of one dtype, to its
+    tokens of all heads, [B, heads, t, D] each, in memory [B, t, heads, D], with zeros beyond the
+    last token; in one all-to-all. ``tokens`` as in ``seq_to_head``."""
     results = _by_tokens(x, tokens, ranks)
     local = results[0].shape[2]
     sent = []

@@ -33,7 +33,7 @@ Widen = Callable[[Sequence[Tensor], str, torch.dtype], Tensor]
 #: Entries of a row that share a scale, in 4 bits.
 GROUP = 64
 #: Entries of a weight that are widened at a time: 32 MiB in float32.
-_TILE = 2**23
+TILE = 2**23
 #: And that are quantised at a time.
 _PART = 2**20
 #: By a device's type: its own ``widened``, and the entries that it takes at a time.
@@ -49,16 +49,11 @@ NF4 = (
 
 
 def quantized(weight: Tensor, format: Format, recipe: Recipe = "row") -> tuple[Tensor, Tensor]:
-    """Values and scales of a weight [N, K].
+    """Values and scales of a weight [N, K]; ``recipe`` is the layout of the scales in FP8. Raises
+    ``ValueError`` if, in 4 bits, K is no multiple of ``GROUP``.
 
-    Takes some rows at a time: beside the result, little is alive in float32, but where one scale
-    is for all of them.
-
-    Args:
-        recipe: how the scales lie, in FP8.
-
-    Raises:
-        ValueError: K is no multiple of what shares a scale, in 4 bits.
+    Works on some rows at a time, so that little is alive in float32 beside the result, unless a
+    single scale is for all rows.
     """
     columns = weight.shape[1]
     if format != "fp8" and columns % GROUP:
@@ -109,12 +104,8 @@ def widened(weight: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor
     schema="(Tensor rows, Tensor[] weight, str format, bool transpose) -> Tensor",
 )
 def dequantized_mm(rows: Tensor, weight: Sequence[Tensor], format: str, transpose: bool) -> Tensor:
-    """See the module.
-
-    Args:
-        rows: [M, K], or [M, N] where ``transpose``.
-    """
-    widen, entries = _ATTACHED.get(rows.device.type, (widened, _TILE))
+    """See the module; rows are [M, K], or [M, N] with ``transpose``."""
+    widen, entries = _ATTACHED.get(rows.device.type, (widened, TILE))
     out = rows.new_empty(rows.shape[0], sizes(weight, format)[int(transpose)])
     for parts, columns in _tiles(weight, format, transpose, entries):
         tile = widen(parts, format, rows.dtype)
@@ -149,21 +140,14 @@ dequantized_mm.register_autograd(_backward, setup_context=_setup_context)
 def dequantized_rows(
     ids: Tensor, weight: Sequence[Tensor], format: str, dtype: torch.dtype
 ) -> Tensor:
-    """See the module.
-
-    Args:
-        ids: of rows, in any shape.
-        dtype: of what is made, [*ids, K].
-
-    Raises:
-        IndexError: on a CPU, there is no such row.
-    """
+    """See the module; ``ids`` have any shape, and the result is [*ids, K] in ``dtype``. Raises
+    ``IndexError``, on a CPU, if there is no such row."""
     (values, scale), flat = weight, ids.reshape(-1)
     if ids.device.type == "cpu" and ((flat < 0) | (flat >= len(values))).any():
         raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {len(values)}")
     if len(scale) > 1:
         scale = scale[flat // _share(scale, 0, len(values))]
-    widen, _ = _ATTACHED.get(ids.device.type, (widened, _TILE))
+    widen, _ = _ATTACHED.get(ids.device.type, (widened, TILE))
     # Looked up as bytes: a gather of float8 is not everywhere.
     found = values.view(torch.uint8)[flat].view(values.dtype)
     return widen([found, scale], format, dtype).view(*ids.shape, -1)
@@ -186,12 +170,8 @@ def read(
     step: int,
     reader: Callable[[slice, Tensor], None],
 ) -> None:
-    """Have a weight's rows read, ``step`` at a time.
-
-    Args:
-        step: a multiple of 128, or all of them.
-        reader: of which rows, and these in ``dtype``; they are gone when it returns.
-    """
+    """Call ``reader`` with a slice of a weight's rows and these rows in ``dtype``, ``step`` rows at
+    a time (a multiple of 128, or all). The rows are freed when it returns."""
     values, whole = weight[0], len(weight[0])
     for at in slices(whole, step):
         rows = [_part(values, 0, at, whole), *weight[1:]]
@@ -201,15 +181,10 @@ def read(
 def widened_rows(
     weight: Sequence[Tensor], format: str, dtype: torch.dtype, at: slice, whole: int
 ) -> Tensor:
-    """Some rows of a weight in ``dtype``.
-
-    Args:
-        weight: values of these rows, in bytes or as they are, and the scales of all.
-        at: which rows they are; they begin at a multiple of 128.
-        whole: how many there are.
-    """
+    """The rows ``at`` (beginning at a multiple of 128) of a weight of ``whole`` rows, in ``dtype``.
+    ``weight`` holds the values of these rows, perhaps as bytes, and the scales of all."""
     values, scale = weight
-    widen, _ = _ATTACHED.get(values.device.type, (widened, _TILE))
+    widen, _ = _ATTACHED.get(values.device.type, (widened, TILE))
     values = values.view(E4M3) if format == "fp8" else values
     return widen([values, _part(scale, 0, at, whole)], format, dtype)
 
@@ -231,8 +206,8 @@ def _tiles(
 
 
 def _part(one: Tensor, dim: int, at: slice, whole: int) -> Tensor:
-    """What belongs to some of ``whole`` entries, several of which may share one: of two codes a
-    byte, of a group or a block a scale, of all one."""
+    """The codes or scales of a slice of ``whole`` entries; several entries may share one of them:
+    two share a byte of codes, a group or a block shares a scale."""
     if one.shape[dim] == 1:
         return one
     share = _share(one, dim, whole)
@@ -240,5 +215,5 @@ def _part(one: Tensor, dim: int, at: slice, whole: int) -> Tensor:
 
 
 def _share(one: Tensor, dim: int, whole: int) -> int:
-    """How many of ``whole`` entries have one in common."""
+    """The number of entries that share one code or scale."""
     return min(n for n in (1, 2, GROUP, BLOCK) if -(-whole // n) == one.shape[dim])

@@ -101,7 +101,7 @@ def _blocked(weight: Tensor) -> Tensor:
 
 
 def _scale_of(most: Tensor) -> Tensor:
-    """Of values whose largest is ``most``; a NaN or an infinity among them makes all NaN."""
+    """Scales for values up to ``most``; a NaN or an infinity among them makes all values NaN."""
     return most.float().clamp_min(LEAST) / MOST
 
 
@@ -139,16 +139,11 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def read_scale(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """What a tensor of scales beside a weight [N, K] means, judged by its shape.
+    """The scales beside a weight [N, K], told by their shape: one number, [N] or [N, 1], or [ceil(N
+    / 128), ceil(K / 128)]. Returns float32 [1, 1], [N, 1] or blocks; a view if they are float32
+    already.
 
-    Args:
-        scale: one number, [N] or [N, 1], or [ceil(N / 128), ceil(K / 128)].
-
-    Returns:
-        float32 [1, 1], [N, 1] or as it is; a view of what is float32.
-
-    Raises:
-        ValueError: it is none of these, in words that begin "its scales".
+    Raises ``ValueError``, in words that begin "its scales", if they are none of these.
     """
     rows, columns = shape
     if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -180,13 +175,11 @@ def scale_of_rows(scale: Tensor, whole: int, start: int, length: int) -> Tensor:
 
 
 def quantized_rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """Rows [T, K] in e4m3, and their scales: [T, 1], or [T, K/128] where ``block`` is 128.
+    """Rows [T, K] in e4m3, and their scales: [T, 1], or [T, K/128] if ``block`` is 128. Columns are
+    multiplied by ``factor``, [K, 1] or [1, 1] float32, before that; None is 1.
 
-    Values are multiplied by the scale's reciprocal: a GPU has no exact division, and what it runs
-    instead for each value (a chain with a branch) takes longer than reading and writing them.
-
-    Args:
-        factor: [K, 1] or [1, 1] float32, multiplied into the columns before; None stands for ones.
+    Values are multiplied by the scale's reciprocal: a GPU has no exact division instruction, and
+    the sequence that emulates it takes longer than reading and writing the values.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if factor is not None:
@@ -243,16 +236,12 @@ def scaled_mm(
     left: Tensor | None = None,
     right: Tensor | None = None,
 ) -> Tensor:
-    """``(a * scale_a) (b * scale_b)^T + left right`` of FP8 values, as ``dtype``.
+    """``(a * scale_a) (b * scale_b)^T + left right`` of FP8 values, as ``dtype``: the reference for
+    every device, since FP8 values are exact in float32 (float64 is accumulated in float64).
 
-    Args:
-        a, scale_a: rows [M, K], and their scales; see the module.
-        b, scale_b: a weight [N, K]; None stands for ones.
-        transpose: b is not turned: it is [K, N].
-        dtype: of the result; float64 is accumulated in float64.
-        left, right: [M, R] and [R, N] in ``dtype``, or neither.
-
-    The reference, for every device: FP8 values are exact in float32.
+    ``a`` [M, K] has scales ``scale_a`` (see the module); the weight ``b`` is [N, K], or [K, N] if
+    ``transpose``, and no ``scale_b`` stands for ones. ``left`` [M, R] and ``right`` [R, N] are in
+    ``dtype``, or there is neither.
     """
     wide = torch.promote_types(dtype, torch.float32)
     if not factors_out(scale_a, b, scale_b):

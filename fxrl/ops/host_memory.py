@@ -69,12 +69,11 @@ class HostPool:
     def store(
         self, tensors: Sequence[Tensor], *, sending: int = _SENDING, fetching: int = _FETCHING
     ) -> Stored:
-        """Begin to copy tensors to the host; the caller may drop them at once.
+        """Begin to copy tensors to the host; the caller may drop them at once. Without tensors it
+        only takes its turn: it waits for earlier stores, and starts fetches like any other.
 
-        Args:
-            tensors: none where this only takes its turn: waits for others, and lets them set out.
-            sending: stores that may still be on their way then, this one among them.
-            fetching: how many of those before set out when this is fetched.
+        When it returns, at most ``sending`` stores, this one included, are still on their way. When
+        it is fetched, ``fetching`` of the stores before it begin their way back too.
         """
         flats = [_flat(x) for x in tensors]
         with _LOCK:
@@ -104,7 +103,7 @@ class HostPool:
 
     @contextmanager
     def nothing_ahead(self) -> Iterator[None]:
-        """Who fetches inside fetches only what it asks for."""
+        """Inside, a fetch brings back only what it asks for."""
         self._ahead = False
         try:
             yield
@@ -218,7 +217,8 @@ class Stored:
         return sum(x.nbytes for x in self._taken())
 
     def _taken(self) -> list[Tensor]:
-        """What was begun, once it is there; its memory is the caller's."""
+        """The tensors of the fetch that was begun, once they have arrived; their memory is now the
+        caller's."""
         found, self._found = self._found or [], None
         if found and self._arrived is not None:
             torch.cuda.current_stream(self._pool.device).wait_event(self._arrived)

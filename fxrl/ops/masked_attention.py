@@ -47,7 +47,7 @@ Values = Mapping[str, Any]
 # ---------------------------------------------------------------------------- the expression
 @cache
 def expression(mask: str) -> Callable[[Values], Any]:
-    """What a mask's text computes, from its names' values."""
+    """Compile the text of a mask to a function of the values of its names."""
     return _compiled(ast.parse(mask, mode="eval").body)
 
 
@@ -85,11 +85,8 @@ def _tile(
 
 
 def _tiles(queries: int, width: int, most: int) -> list[tuple[int, int]]:
-    """Steps of whole blocks through the queries, each of at most about ``most`` values.
-
-    Args:
-        width: values that one query takes.
-    """
+    """Ranges of queries, in whole blocks, that take about ``most`` values each if one query takes
+    ``width``."""
     step = max(1, most // max(1, width * BLOCK)) * BLOCK
     return [(start, min(start + step, queries)) for start in range(0, queries, step)]
 
@@ -103,12 +100,11 @@ def _tiles(queries: int, width: int, most: int) -> list[tuple[int, int]]:
 def mask_blocks(
     vectors: Sequence[Tensor], mask: str, queries: int, keys: int, device: torch.device
 ) -> list[Tensor]:
-    """Which blocks of ``BLOCK`` queries and keys see something, and which see everything.
+    """Which blocks of ``BLOCK`` queries and keys a mask leaves in part, and which in full.
 
-    Returns:
-        int32 counts [B|1, H|1, n] and indices [B|1, H|1, n, m] of the blocks that see something but
-        not everything, for each block of queries, then of those that see everything; and the same
-        four for each block of keys.
+    Returns int32 counts [B|1, H|1, n] and indices [B|1, H|1, n, m], for each block of queries, of
+    the key blocks left in part, then of those left in full; and the same four for each block of
+    keys.
     """
     shape = _leading(vectors)
     rows, columns = (-(-size // BLOCK) for size in (queries, keys))
@@ -139,7 +135,7 @@ def _(
 
 
 def share_of_blocks(blocks: Sequence[Tensor]) -> float:
-    """Of the pairs of blocks of ``mask_blocks`` the share in which something is seen."""
+    """The share of block pairs of ``mask_blocks`` in which something is attended to."""
     some, places, whole = blocks[:3]
     return float((some + whole).sum()) / max(1, places.numel())
 
@@ -151,7 +147,7 @@ def _leading(vectors: Sequence[Tensor]) -> tuple[Any, Any]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many are true in each row, and where: these first, in their order."""
+    """The number of true entries in each row, and the columns, those of true entries first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
 
@@ -159,7 +155,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------- kernels
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What one call of the op is given, as kernels take it."""
+    """The arguments of one call of the op, in the form that kernels take."""
 
     query: Tensor
     key: Tensor

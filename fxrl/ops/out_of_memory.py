@@ -102,7 +102,7 @@ class Watch:
 
     @property
     def count(self) -> int:
-        """How many ops joined."""
+        """The number of ops that joined."""
         return len(self._contexts)
 
     def join(self, ctx: Any, movable: Sequence[bool]) -> int:
@@ -130,11 +130,8 @@ def join(ctx: Any, movable: Sequence[bool] = ()) -> None:
 
 
 def with_room(ctx: Any, device: torch.device, run: Callable[[], T]) -> T:
-    """What ``run`` returns, an op's backward; where memory runs out, once more with more of it.
-
-    Raises:
-        torch.OutOfMemoryError: there was not enough to move.
-    """
+    """The result of ``run``, an op's backward. If memory runs out, values that wait on the GPU are
+    moved to the host and it runs once more; raises ``OutOfMemoryError`` if that was not enough."""
     try:
         return run()
     except torch.OutOfMemoryError as error:

@@ -101,7 +101,7 @@ class Held(NamedTuple):
     dtype: torch.dtype  # that its pieces have when they are read
 
     def shared(self) -> Layout | None:
-        """What the parts of ranks mean; None where the head is whole on each."""
+        """The layout of the ranks' parts; None if each rank has the whole head."""
         kind, _, format = self.format.partition(":")
         return Layout(self.vocab, self.dtype, format) if kind == PART else None
 
@@ -235,7 +235,7 @@ def _combined(
 
 # ---------------------------------------------------------------------------- the opaque ops
 def _unpacked(positional: Sequence[Any]) -> tuple[LossHead, Held]:
-    """What the ops' arguments begin with."""
+    """The head and how it is held: the first of the ops' arguments."""
     return LossHead(*positional[:_FIELDS]), Held(*positional[_FIELDS : _FIELDS + _HELD])
 
 
@@ -259,7 +259,7 @@ def _some(head: LossHead, rows: slice) -> LossHead:
 
 
 def _empty(head: LossHead, held: Held, names: Collection[str]) -> dict[str, Tensor]:
-    """To be filled: values [pieces, N] of ``names``, and [0]."""
+    """Uninitialised values: [pieces, N] for ``names``, [0] for the others."""
     pieces = -(-held.vocab // held.piece_rows(head.weight))
     return {
         name: head.hidden.new_empty(
@@ -273,11 +273,8 @@ def _empty(head: LossHead, held: Held, names: Collection[str]) -> dict[str, Tens
 def _scored(
     head: LossHead, held: Held, names: Collection[str], vectors: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Values [pieces, N], or [0], of each of ``OUTPUTS``.
-
-    Args:
-        vectors: [N, H] to fill with the gradients of these outputs; ``names`` has them.
-    """
+    """Values [pieces, N], or [0], of each of ``OUTPUTS``. ``vectors`` are [N, H] tensors to fill
+    with the gradients of some of ``names``."""
     check_sizes(held.whole(head))
     check_target(held.whole(head))
     made = _empty(head, held, names)
@@ -311,8 +308,8 @@ def _score(head: LossHead, held: Held, into: dict[str, Tensor], online: _Online 
 
 
 def online_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
-    """What the forward holds beside a piece to make a gradient: the sum, the targets' rows of the
-    head, and a piece's vectors for log-prob and lse."""
+    """Bytes beside a piece for a gradient that is made in the forward: the sum, the targets' rows
+    of the head, and a piece's vectors for log-prob and lse."""
     return min(rows, ROWS) * width * (accumulation_dtype(dtype).itemsize + 3 * dtype.itemsize)
 
 
@@ -333,13 +330,8 @@ class _Online:
     def add(
         self, piece: LossHead, own: Tensor, logprob: Tensor, lse: Tensor, slopes: Tensor
     ) -> None:
-        """One more piece.
-
-        Args:
-            own: [R] bool: which rows' targets it has.
-            logprob, lse: [R].
-            slopes: of both, [2, R, H].
-        """
+        """Add a piece. ``own`` [R] bool: whose targets are in it; ``logprob`` and ``lse`` [R] are
+        its values, ``slopes`` [2, R, H] their gradients."""
         before, self.lse = self.lse, torch.logaddexp(self.lse, lse)
         kept, share = (before - self.lse).exp(), (lse - self.lse).exp()
         by_target = own & (logprob > -math.log(2))

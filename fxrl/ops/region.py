@@ -115,12 +115,11 @@ def lookup(key: str) -> RegionKernels:
 def region(
     inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
 ) -> list[Tensor]:
-    """Run a region's forward, whole or in tiles of ``tile`` rows; outputs, then kept values.
+    """Run a region's forward, whole or in tiles of ``tile`` rows; returns outputs, then kept
+    values.
 
-    Args:
-        host: inputs that wait in host memory for the backward; -1 stands for all kept values.
-        pace: how many stores may be on their way behind this one, and how many of those before it
-            set out when it is fetched (``HostPool.store``); empty where nobody planned it.
+    Inputs in ``host`` wait in host memory for the backward; -1 stands for all kept values. ``pace``
+    is ``sending`` and ``fetching`` of ``HostPool.store``, empty if not planned.
     """
     kernels = lookup(key)
     # Bodies already contain the casts that autocast asked for when they were captured.
@@ -171,13 +170,9 @@ def _as_traced(x: Tensor, strides: Strides) -> Tensor:
 def region_vjp(
     kept: list[Tensor], grads: list[Tensor], sizes: list[int], key: str, tile: int
 ) -> list[Tensor]:
-    """Gradients of the inputs that need one.
-
-    Args:
-        kept: the tensors that the body's sources name, in their order; for tiles, all inputs.
-        grads: one for each output that takes a gradient.
-        sizes: what the region's sizes that vary are.
-    """
+    """Gradients of the inputs that need one. ``kept`` are the tensors that the body's sources name,
+    in order (for tiles: all inputs), ``grads`` one per output that takes a gradient, ``sizes`` the
+    values of the region's varying sizes."""
     kernels = lookup(key)
     with torch.autocast(grads[0].device.type, enabled=False):
         if kernels.region.tiled:
@@ -241,7 +236,7 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
 
 
 class _Value(NamedTuple):
-    """What a backward reads."""
+    """A tensor that a backward reads."""
 
     tensor: Tensor  # itself
     own: bool  # nobody keeps it but for this backward
@@ -268,7 +263,7 @@ def _keep(ctx: Any, values: Sequence[_Value], pace: Sequence[int], device: torch
 
 
 def _kept(ctx: Any) -> list[Tensor]:
-    """What ``_keep`` saved."""
+    """The tensors that ``_keep`` saved, fetched from the host where they wait there."""
     here, back = iter(ctx.saved_tensors), iter(ctx.stored.fetch() if ctx.stored else ())
     return [next(back) if away else next(here) for away in ctx.away]
 

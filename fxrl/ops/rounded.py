@@ -31,7 +31,7 @@ class Agreement:
         self._sums[what] += torch.stack([a @ b, a @ a, b @ b]).double().cpu()
 
     def cosine(self, what: str) -> float | None:
-        """Of all parts; None where one of the two is zero, or no part came."""
+        """The cosine over all parts; None if either tensor is zero or no part was added."""
         dot, *squares = self._sums[what].tolist()
         return dot / (squares[0] * squares[1]) ** 0.5 if all(squares) else None
 

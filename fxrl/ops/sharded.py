@@ -79,14 +79,9 @@ class Peers:
 
     @classmethod
     def of(cls, gather: Gather | None = None) -> Peers:
-        """Find them; all ranks call it.
-
-        Args:
-            gather: None is ``torch.distributed.all_gather_object``.
-
-        Raises:
-            ConfigError: there are no other ranks, or not on this host.
-        """
+        """Find them; all ranks call it. ``gather`` is by default
+        ``torch.distributed.all_gather_object``. Raises ``ConfigError`` if there are no other ranks
+        on this host."""
         if gather is None and not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "weights are shared out over ranks, and this process is none: start several by "
@@ -105,7 +100,7 @@ class Peers:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return len(self.members)
 
     def check_same(self, what: str, value: Any) -> None:
@@ -118,11 +113,8 @@ class Peers:
             )
 
     def map(self, part: Tensor) -> list[Tensor]:
-        """Everyone's part, by rank; all ranks call it, when what they give is written.
-
-        Args:
-            part: a tensor that owns its memory, on this rank's device; on a CPU, shared.
-        """
+        """Every rank's part. All ranks call it once their parts are written: tensors that own their
+        memory, on the rank's device; on a CPU in shared memory."""
         with _by_name():  # a pickle for each: it may be read once
             mine = {to: bytes(ForkingPickler.dumps(part)) for to in self.members}
         each = self.gather(mine)
@@ -164,29 +156,20 @@ piece goes in the weight; all in bytes."""
 
 
 def piece_rows(outputs: int, row_bytes: int, most: int | None = None) -> int:
-    """Rows of a weight that are brought together at a time: all, or so that pieces are alike.
-
-    Args:
-        most: bytes of a piece; None is ``PIECE``.
-    """
+    """Rows of a weight that are gathered at a time: all of them, or equal pieces of at most
+    ``most`` bytes (None: ``PIECE``)."""
     return -(-outputs // max(1, -(-outputs * row_bytes // (most or PIECE))))
 
 
 class Layout(NamedTuple):
-    """What the bytes of a weight mean.
+    """What the bytes of a weight mean."""
 
-    Attributes:
-        outputs: its rows.
-        dtype: that they have when they are read.
-        format: of its values, in 8 or 4 bits; "" where they are of the dtype.
-    """
-
-    outputs: int
-    dtype: torch.dtype
-    format: str
+    outputs: int  # its rows
+    dtype: torch.dtype  # that they have when they are read
+    format: str  # of its values, in 8 or 4 bits; "" where they are of the dtype
 
     def columns(self, row_bytes: int) -> Any:
-        """Of a weight whose rows are so many bytes."""
+        """Columns of a weight whose rows take ``row_bytes``."""
         if not self.format:
             return row_bytes // self.dtype.itemsize
         return row_bytes if self.format == "fp8" else 2 * row_bytes
@@ -203,19 +186,15 @@ class Layout(NamedTuple):
         return self.step(row_bytes) * row_bytes
 
     def read(self, at: slice, rows: Tensor, weight: Sequence[Tensor]) -> Tensor:
-        """Some rows in the dtype.
-
-        Args:
-            rows: their bytes.
-            weight: this rank's part, and the scales of a format.
-        """
+        """The rows ``at``, given as bytes, in the layout's dtype; ``weight`` is this rank's part
+        and, of values in 8 or 4 bits, the scales."""
         if not self.format:
             return rows.view(self.dtype)
         return widened_rows([rows, *weight[1:]], self.format, self.dtype, at, self.outputs)
 
 
 class _Buffer:
-    """Where a piece of a weight is brought together."""
+    """A buffer into which a piece of a weight is gathered."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         # Bytes of the largest one.
@@ -228,23 +207,16 @@ class _Buffer:
 class Shards:
     """The parts of a model's weights that the ranks of a host have, each in one piece of memory.
 
-    Args:
-        parts: bytes [S] of every rank, laid out alike, by rank.
-        rank: which of them is this one's.
-        largest: bytes of the largest piece of a weight.
-        prefetch: bring the next weight while one is read; None where that is done meanwhile, on a
-            GPU.
-
-    Attributes:
-        parts: as given.
-        fetched: how many pieces were brought together.
-        expected: how many of them had begun before they were asked for.
+    ``parts`` are the bytes [S] of every rank, laid out alike, of which ``rank`` is this one's; the
+    largest piece of a weight has ``largest`` bytes. With ``prefetch`` the next weight is brought
+    while one is read, which is the default on a GPU.
     """
 
     def __init__(
         self, parts: Sequence[Tensor], rank: int, largest: int, *, prefetch: bool | None = None
     ) -> None:
         self.parts, self._own = tuple(parts), parts[rank]
+        # Pieces that were brought together, and those of them begun before they were asked for.
         self.fetched = self.expected = 0
         device = self._own.device
         self._buffers = [_Buffer(largest, device), _Buffer(largest, device)]
@@ -259,18 +231,14 @@ class Shards:
         return self  # as what is mapped is never written, a copy of a model has it in common
 
     def place(self, part: Tensor) -> tuple[int, int] | None:
-        """Where a weight's part lies in this rank's memory; None where it does not."""
+        """The offset of a weight's part in this rank's memory; None if it is elsewhere."""
         start = part.data_ptr() - self._own.data_ptr()
         inside = part.device == self._own.device and 0 <= start < self._own.numel()
         return (start, part.nbytes) if inside else None
 
     def read(self, weight: Sequence[Tensor], layout: Layout, reader: Reader) -> None:
-        """Have a weight's rows read, piece by piece.
-
-        Args:
-            weight: this rank's part, and the scales of a format.
-            reader: of which rows, and these; they are gone when it returns.
-        """
+        """Call ``reader`` with a slice of the weight's rows and these rows, piece by piece; they
+        are freed when it returns. ``weight`` as for ``Layout.read``."""
         place, width = self.place(weight[0]), weight[0].shape[1]
         assert place is not None
         with self._lock:  # whoever else asks would overwrite what is read
@@ -413,16 +381,12 @@ def sharded_mm(
     format: str,
     transpose: bool,
 ) -> Tensor:
-    """See the module.
+    """The product of ``rows`` [M, K] ([M, N] if ``transpose``) with a weight of N = ``outputs``
+    rows, of which ``weight`` is this rank's part: bytes [N / ranks, K * itemsize], and the scales
+    of a format.
 
-    Args:
-        rows: [M, K], or [M, N] where ``transpose``.
-        weight: this rank's part of it, as bytes [N / ranks, K * itemsize], and a format's scales.
-        outputs: N.
-        dtype: of the weight; the product is made in the rows', in which one of a format is widened.
-
-    Raises:
-        FxrlError: the part is no memory that ranks share.
+    ``dtype`` is the weight's; the product is made in the dtype of the rows, in which a weight of a
+    format is widened. The part must lie in memory that the ranks share.
     """
     layout = Layout(outputs, rows.dtype if format else dtype, format)
     return shards_of(weight[0]).product(rows, weight, layout, turned=transpose)
@@ -458,17 +422,9 @@ sharded_mm.register_autograd(_backward, setup_context=_setup_context)
 def sharded_rows(
     ids: Tensor, weight: Sequence[Tensor], outputs: int, dtype: torch.dtype, format: str
 ) -> Tensor:
-    """See the module.
-
-    Args:
-        ids: of rows, in any shape.
-        weight, outputs, format: as of ``sharded_mm``.
-        dtype: of what is found.
-
-    Raises:
-        FxrlError: the part is no memory that ranks share.
-        IndexError: on a CPU, there is no such row.
-    """
+    """See the module; ``ids`` have any shape, ``weight``, ``outputs`` and ``format`` are as in
+    ``sharded_mm``, and rows are returned in ``dtype``. Raises ``FxrlError`` if the part is not
+    memory that ranks share, ``IndexError``, on a CPU, if there is no such row."""
     return shards_of(weight[0]).rows(ids, weight, Layout(outputs, dtype, format))
 
 

@@ -28,7 +28,7 @@ _TIGHTER = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes that a step may have alive."""
+    """Bytes that a step may have allocated."""
 
     gpu_bytes: int  # weights and all else included, fragments taken off
     host_bytes: int  # pinned, for what layers keep
@@ -37,7 +37,8 @@ class Budget:
 
     @classmethod
     def of(cls, config: Config, target: Target, device: torch.device | None) -> Budget:
-        """What a configuration names; else what ``device`` (or, without one, ``target``) has."""
+        """The budget that the configuration names; otherwise what ``device`` (or, without one,
+        ``target``) has."""
         if config.gpu_memory is not None:
             gpu = parse_bytes(config.gpu_memory, name="gpu_memory")
         else:
@@ -49,11 +50,8 @@ class Budget:
         return cls(int(gpu * (1 - FRAGMENTS)), host, config.gpu_memory is not None)
 
     def tighter(self, peak: int, least: int, device: torch.device) -> Budget:
-        """What to plan for when memory ran out under a plan with this predicted peak.
-
-        Args:
-            least: bytes that are there at any moment, whatever the plan.
-        """
+        """The budget after memory ran out under a plan with the predicted ``peak``; ``least`` bytes
+        are alive at any moment under any plan."""
         peak = min(self.gpu_bytes, peak)
         gpu = peak - int(min(_TIGHTER * peak, (peak - least) / 2))
         if device.type == "cuda":
@@ -62,15 +60,15 @@ class Budget:
 
 
 class Limits(NamedTuple):
-    """What plans are made from."""
+    """The machine that a plan is made for."""
 
     target: Target  # what the GPU can do
     budget: Budget  # what may be used of it and of the host
 
     @classmethod
     def common(cls, each: Sequence[Limits]) -> Limits:
-        """Those of ranks that must make the same plans: of memory what every one has, and the
-        first one's figures of the GPU, which may be measured and then differ a little."""
+        """Limits from which ranks make equal plans: the least memory of any, and the first one's
+        figures of the GPU, which differ a little if they are measured."""
         budgets = [one.budget for one in each]
         gpu, host = (min(getattr(b, name) for b in budgets) for name in ("gpu_bytes", "host_bytes"))
         shared = replace(budgets[0], gpu_bytes=gpu, host_bytes=host)
@@ -78,7 +76,7 @@ class Limits(NamedTuple):
 
 
 def gpu_room(device: torch.device) -> int:
-    """What nobody else has of a GPU: free, or PyTorch's in this process."""
+    """Bytes of a GPU that this process has or can get."""
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)
     limit = torch.cuda.get_per_process_memory_fraction(device) * total
@@ -86,13 +84,13 @@ def gpu_room(device: torch.device) -> int:
 
 
 def host_room() -> int:
-    """Bytes of host memory that this process may take: what is free, but for what is left to
-    others; of several ranks on the host each has its share."""
+    """Bytes of host memory that this process may take: a share of what is free, divided among the
+    ranks of the host."""
     return int(host_free() * (1 - _HOST_RESERVE)) // ranks_of_host()
 
 
 def host_free() -> int:
-    """Bytes of host memory that can be had: the machine's, or its container's if that is less."""
+    """Free bytes of host memory: the machine's, or its container's if that is less."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # no Linux
@@ -116,7 +114,7 @@ _LIMITS = (
 
 
 def _container_free() -> int:
-    """What the control group of this process leaves."""
+    """Free bytes within the limit of this process's control group."""
     for *names, cached in _LIMITS:
         try:
             limit, used, statistics = (_CONTROL_GROUP.joinpath(n).read_text() for n in names)

@@ -30,29 +30,22 @@ _PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One choice for one layer, and what it costs.
-
-    Attributes:
-        choice: what the plan would say.
-        gpu_bytes, host_bytes: what waits for the backward, and where.
-        forward_s, backward_s: seconds of computation.
-        forward_bytes, backward_bytes: alive on the GPU at most while it runs, besides what is kept;
-            its input, and what it keeps, count among them while the forward runs, and the gradients
-            of its weights while the backward does.
-    """
+    """One choice for one layer, and what it costs."""
 
     choice: CutLayer
-    gpu_bytes: int
-    host_bytes: int
-    forward_s: float
+    gpu_bytes: int  # kept on the GPU between the layer's forward and its backward
+    host_bytes: int  # kept in host memory meanwhile
+    forward_s: float  # seconds of computation
     backward_s: float
+    # GPU peaks while the layer runs, on top of what all layers keep. The forward's includes its
+    # input and what it keeps itself, the backward's the gradients of its weights.
     forward_bytes: int
     backward_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A step."""
+    """A step as a sequence of layers between the embeddings and the loss head."""
 
     layers: tuple[tuple[Option, ...], ...]  # the options of each, in order of the forward
     # Alive through the whole step: weights, the optimizer's states, gradients of earlier backward
@@ -69,7 +62,7 @@ class Chain:
 
 
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
-    """Every moment of a step in which each layer has one of its options."""
+    """The memory at every moment of a step in which each layer has one of these options."""
     kept = [0, *accumulate(option.gpu_bytes for option in options)]
     moved, count = [option.host_bytes for option in options], len(options)
     sent, back = on_their_way(options)
@@ -92,12 +85,9 @@ def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
 
 
 def on_their_way(options: Sequence[Option]) -> tuple[list[int], list[int]]:
-    """How far the queues go at each layer, as its choice says.
-
-    Returns:
-        For each layer the first whose bytes may be on their way to the host when it has run, and
-        the first whose bytes are here, or on their way back, when its backward runs.
-    """
+    """How many layers' transfers may be pending at each layer, as its choice says: for each layer
+    the first whose bytes may still be on their way to the host after its forward, and the first
+    whose bytes are back, or on their way back, before its backward."""
     moves = [i for i, option in enumerate(options) if option.host_bytes]
     sent, back = [], []
     for i, option in enumerate(options):
@@ -110,8 +100,8 @@ def on_their_way(options: Sequence[Option]) -> tuple[list[int], list[int]]:
 
 
 def gradients_made(chain: Chain) -> list[int]:
-    """Bytes of all gradients that are there when the embeddings' backward ends, when each layer's
-    does, and when the head's does."""
+    """Bytes of all gradients that exist after the backward of the embeddings, of each layer, and of
+    the head."""
     own = chain.gradients or (0,) * (len(chain.layers) + 2)
     return list(accumulate(reversed(own)))[::-1]
 

@@ -44,25 +44,18 @@ def seconds(
     inside: Callable[[fx.Node], float] = lambda call: 0.0,
     seen: Mapping[str, float] | None = None,
 ) -> float:
-    """Of all kernels, one after the other.
-
-    Args:
-        inside: seconds that a call of a region takes.
-        seen: computed masks, and the share of pairs that kernels look at under them.
-    """
+    """Seconds of all kernels, one after the other. ``inside`` gives those of a region that a kernel
+    calls; ``seen`` maps computed masks to the share of query-key pairs that are computed."""
     return sum(
         max(
-            _traffic(kernel, measure) / target.bandwidth,
+            sum(nbytes(node, measure) for node in (*kernel.makes, *kernel.reads))
+            / target.bandwidth,
             _arithmetic(kernel.calls, target, measure, seen or {}),
             target.launch,
         )
         + (0.0 if kernel.calls is None else inside(kernel.calls))
         for kernel in kernels
     )
-
-
-def _traffic(kernel: Kernel, measure: Measure) -> int:
-    return sum(nbytes(node, measure) for node in (*kernel.makes, *kernel.reads))
 
 
 def _arithmetic(
@@ -85,15 +78,15 @@ def _arithmetic(
 
 
 def brought_bytes(call: fx.Node, measure: Measure) -> int:
-    """Bytes of a call's weight that come from other ranks, while what is ahead of it runs."""
+    """Bytes of a call's weight that come from other ranks, while earlier kernels run."""
     if (read := shared_weight(call)) is None:
         return 0
     return max(0, read.rows * read.row_bytes(measure) - nbytes(read.part, measure))
 
 
 def product_flops(call: fx.Node, measure: Measure) -> int:
-    """Of a matrix product, batched or not. In a grouped one each row is one group's: where what is
-    made has a matrix for each group, these share the rows that are summed."""
+    """FLOPs of a matrix product, batched or not. In a grouped product each row belongs to one
+    group; if the result has a matrix per group, the groups share the rows that are summed over."""
     given = bound(call)
     left = next(given[name] for name in _ROWS if name in given)
     made, inner = shape_of(call), shape_of(left)[-1]
@@ -103,9 +96,8 @@ def product_flops(call: fx.Node, measure: Measure) -> int:
 
 
 def attention_flops(call: fx.Node, measure: Measure, seen: Mapping[str, float]) -> float:
-    """Of an attention's forward, as long ones under no mask take for these; half of it where it is
-    causal, or under a computed mask of which nothing is known: that is causal at least where a
-    language model is trained."""
+    """FLOPs of an attention's forward: half of the full square if it is causal, or under a computed
+    mask of unknown content, which in language model training is causal at least."""
     given: dict[str, Any] = bound(call)
     rows, keys = shape_of(given["query"]), shape_of(given["key"])
     full = 4 * prod(map(measure, rows)) * measure(keys[-2])

@@ -31,7 +31,7 @@ from fxrl.planner.schedule import Measure, aten, volume
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """What a call takes that is no ATen op."""
+    """Memory of a call that is no ATen op."""
 
     reads_later: tuple[fx.Node, ...] = ()  # values that its backward reads
     kept_bytes: int = 0  # which it keeps for its backward besides
@@ -43,7 +43,7 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Bytes of ops that stand together."""
+    """Memory of a group of ops."""
 
     forward_bytes: int  # most at a time while their forward runs
     kept_bytes: int  # alive between their forward and their backward
@@ -61,18 +61,17 @@ def profile(
     cost_of: Callable[[fx.Node], CallCost | None],
     given: Collection[fx.Node] | None = None,
 ) -> Profile:
-    """Of what ops make and read, and the gradients of that; inputs of the graph left out.
+    """Memory of ops that run one by one: their values and the gradients of these, without inputs of
+    the graph. ``cost_of`` gives the cost of calls that are no ATen ops, else None.
 
-    Args:
-        cost_of: costs of calls that are no ATen ops; None for such as are.
-        given: of the values that were made ahead those that count, and then the gradients of
-            weights count, too; None: all values that were made ahead, and no weights.
+    With ``given``, of the values made before these ops only those in ``given`` count, but gradients
+    of weights count as well.
     """
     return _Lives(nodes, measure, cost_of, given).profile()
 
 
 class _Lives:
-    """What is alive at each moment: forwards, then backwards, last op first."""
+    """The bytes alive at each moment: all forwards in order, then all backwards, last op first."""
 
     def __init__(
         self,
@@ -113,11 +112,8 @@ class _Lives:
         return any(n not in self._place and n.op != "output" for n in readers_of(value))
 
     def _calls(self, cost_of: Callable[[fx.Node], CallCost | None]) -> dict[fx.Node, int]:
-        """What calls take themselves.
-
-        Returns:
-            Value -> when the last backward that reads it runs.
-        """
+        """Add what calls take themselves. Returns, for each value, when the last backward that
+        reads it runs."""
         saved_by: dict[fx.Node, int] = {}
         for node in self._nodes:
             cost = cost_of(node) or CallCost(tuple(read_later(node)))
@@ -168,13 +164,13 @@ class _Lives:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The call that returns a value, maybe among others."""
+    """The call that made a value, which may be one of its several results."""
     return as_node(node.args[0]) if is_call(node, operator.getitem) else node
 
 
 def _by_gradient(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Values that get a gradient in memory of its own, each with those of ``nodes`` whose backward
-    makes it or adds to it."""
+    """Values whose gradient has memory of its own, each with the ops of ``nodes`` whose backward
+    creates it or adds to it."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in filter(needs_grad, nodes):
         for value in node.all_input_nodes:
@@ -184,7 +180,7 @@ def _by_gradient(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _root(value: fx.Node) -> fx.Node:
-    """The value whose gradient, seen under other shapes, is this one's."""
+    """The value whose gradient is the same memory as this one's, under another shape."""
     while (arg := value.args[0] if value.args else None) is not None:
         if not isinstance(arg, fx.Node) or not _same_memory(value, arg):
             return value
@@ -193,7 +189,7 @@ def _root(value: fx.Node) -> fx.Node:
 
 
 def _passed_on(value: fx.Node) -> fx.Node:
-    """The value whose gradient is this one's, since all that reads it is a sum."""
+    """The value whose gradient is also this one's, because the only reader is a sum."""
     readers = [*readers_of(value)]
     while len(readers) == 1 and is_call(readers[0], aten.add.Tensor):
         (add,) = readers
@@ -212,5 +208,5 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _same_memory(view: fx.Node, value: fx.Node) -> bool:
-    """Whether the gradient of a value is that of a view of it: both hold as much."""
+    """Whether a view covers its whole value, so that both have one gradient."""
     return is_view(view) and _alike(view, value)

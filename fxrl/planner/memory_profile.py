@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.graph import bound, is_call, val_of
+from fxrl.ops import dequantized, sharded
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
@@ -29,23 +30,21 @@ from fxrl.planner.schedule import (
     volume,
 )
 
-#: A tile of a weight that is widened (``fxrl.ops.dequantized``), in fp32 and in bf16.
-_TILE_BYTES = 48 * 2**20
-#: And the most of one that ranks share (``fxrl.ops.sharded``), in bf16.
-_WIDENED_BYTES = 256 * 2**20
+#: Bytes of an entry of a quantised weight while it is widened: in fp32 and in bf16 side by side.
+_WIDENING = 4 + 2
 Inside = Callable[[fx.Node], int]
 
 
 @dataclass(slots=True)
 class _Life:
-    """From which kernel to which a buffer is allocated."""
+    """The first and the last kernel between which a buffer is allocated."""
 
     first: int
     last: int
 
 
 class MemoryProfile:
-    """What one graph allocates, and when; sizes are put in later."""
+    """The allocations of a graph over time; sizes are filled in later."""
 
     def __init__(self, gm: fx.GraphModule, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels
@@ -70,11 +69,8 @@ class MemoryProfile:
         self._in_place = list(map(self._taken_over, range(len(kernels))))
 
     def peak(self, measure: Measure, inside: Inside = lambda call: 0) -> int:
-        """Most bytes at a time, results included.
-
-        Args:
-            inside: bytes that a call of a region allocates itself.
-        """
+        """Peak bytes, results included; ``inside`` gives those that a called region allocates
+        itself."""
         return max(self.timeline(measure, inside), default=0)
 
     def timeline(self, measure: Measure, inside: Inside = lambda call: 0) -> list[int]:
@@ -95,10 +91,11 @@ class MemoryProfile:
         return [sum(parts) for parts in zip(alive, waiting, within, strict=True)]
 
     def _waiting(self, alive: Sequence[int], bytes_of: Mapping[fx.Node, int]) -> list[int]:
-        """Bytes that nobody reads any more and that a later buffer of the same size will take.
+        """Bytes of dead buffers that stay allocated until a later buffer of the same size takes
+        them over.
 
-        Inductor lets memory wait for that where it does not see the peak rise by it; the insides
-        of the kernels it calls it does not see.
+        Inductor keeps such memory where that does not raise the peak that it sees; it does not see
+        the insides of the kernels that it calls.
         """
         total, peak = [0] * len(alive), max(alive, default=0)
         free: list[tuple[int, fx.Node]] = []
@@ -120,7 +117,7 @@ class MemoryProfile:
         return self._whole.get(node, node)
 
     def _taken_over(self, place: int) -> list[fx.Node]:
-        """Buffers whose memory becomes that of one which this kernel writes."""
+        """Buffers whose memory is reused for a result of this kernel."""
         kernel = self._kernels[place]
         taken: dict[fx.Node, None] = {}
         for made, reads in kernel.values if kernel.calls is None else ():
@@ -146,13 +143,16 @@ def nbytes(node: fx.Node, measure: Measure) -> int:
 
 
 def _workspace(call: fx.Node, measure: Measure) -> int:
-    """What an attention's backward allocates inside: the query's gradient in fp32, its row sums,
-    and where heads share keys the keys' and values' gradients for each of them; under a computed
-    mask the row sums alone. A product with an FP8 weight as it lies turns it, or widens a tile."""
+    """Memory that a call allocates inside.
+
+    An attention's backward: the query's gradient and its row sums in fp32, and if heads share keys
+    the gradients of keys and values for each head; under a computed mask only the row sums. A
+    product with an FP8 weight: the transposed weight, or a widened tile.
+    """
     if is_dequantized(call):
-        return _TILE_BYTES
+        return _WIDENING * dequantized.TILE
     if (read := shared_weight(call)) is not None and read.format:
-        return min(_WIDENED_BYTES, 4 * read.rows * read.row_bytes(measure))
+        return min(2 * sharded.WIDENED, 4 * read.rows * read.row_bytes(measure))
     if is_scaled(call):
         weight: Any = call.args[2]
         return nbytes(weight, measure) if call.args[4] else 0
@@ -170,7 +170,7 @@ def _workspace(call: fx.Node, measure: Measure) -> int:
 def _parts_of_concatenations(
     kernels: Sequence[Kernel], given: set[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Products that write into what they are concatenated to."""
+    """Products that write directly into the concatenation that reads them."""
     made = {node: kernel for kernel in kernels for node in kernel.makes}
     whole: dict[fx.Node, fx.Node] = {}
     for node in made:

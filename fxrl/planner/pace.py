@@ -29,13 +29,13 @@ COSTS = ("gpu_bytes", "host_bytes", "forward_s", "backward_s", "forward_bytes", 
 
 
 def costs_of(options: Sequence[Option]) -> dict[str, Array]:
-    """What ``COSTS`` names, of one plan."""
+    """The ``COSTS`` of one plan, as arrays [1, layer]."""
     return {n: np.array([[getattr(o, n) for o in options]], dtype=float) for n in COSTS}
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How far the queues go at each layer: [plan, layer]."""
+    """How many transfers may be pending at each layer: arrays are [plan, layer]."""
 
     sent: Array  # of the layers before this one, what they sent has arrived when a layer has run
     # Of the layers from this one on, what they kept is here, or on its way, when a layer's backward
@@ -45,7 +45,7 @@ class Pace:
 
 
 def widest(chain: Chain, costs: dict[str, Array], gpu_bytes: float) -> Pace:
-    """As much on its way as a budget has room for."""
+    """The pace with as many transfers pending as the budget has room for."""
     made, count = gradients_made(chain), len(chain.layers)
     free = gpu_bytes - chain.base_bytes
     kept, sent = _before(costs["gpu_bytes"]), _before(costs["host_bytes"])
@@ -87,7 +87,7 @@ def seconds_at(chain: Chain, costs: dict[str, Array], pace: Pace) -> Array:
 
 
 def paced(chain: Chain, options: Sequence[Option], gpu_bytes: int) -> Plan | None:
-    """Options that say what may be on its way at each; None where the budget does not suffice."""
+    """The options with their pending transfers filled in; None if the budget does not suffice."""
     if not options:
         return () if peak_bytes(chain, ()) <= gpu_bytes else None
     pace = widest(chain, costs_of(options), gpu_bytes)
@@ -107,11 +107,11 @@ def paced(chain: Chain, options: Sequence[Option], gpu_bytes: int) -> Plan | Non
 
 
 def step_seconds(chain: Chain, options: Sequence[Option]) -> float:
-    """Seconds of a step: of computation, and what it waits for the link."""
+    """Seconds of a step: computation, and waiting for the link."""
     sent, back = (np.array([one], dtype=int) for one in on_their_way(options))
     return float(seconds_at(chain, costs_of(options), Pace(sent, back, np.array([True])))[0])
 
 
 def _before(values: Array) -> Array:
-    """Sums over the layers before each, and over all."""
+    """Sums over the layers before each layer, and over all of them."""
     return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, 1)], 1)

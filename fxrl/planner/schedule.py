@@ -36,6 +36,7 @@ from fxrl.ir.graph import (
     shape_of,
     tensor_val,
 )
+from fxrl.ops.piecewise_head import PART
 
 aten = torch.ops.aten
 #: A size, or a product of sizes, as an expression: comparing it adds no guard to a graph.
@@ -71,14 +72,14 @@ def kernels(gm: fx.GraphModule) -> list[Kernel]:
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
-    """What a node returns."""
+    """The tensors that a node returns."""
     val = node.meta.get("val")
     parts = val if isinstance(val, (list, tuple)) else [val]
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def volume(tensor: torch.Tensor) -> Volume:
-    """How many elements a tensor has."""
+    """The number of elements of a tensor."""
     return prod(size if isinstance(size, int) else size.node.expr for size in tensor.shape)
 
 
@@ -120,7 +121,7 @@ class SharedWeight(NamedTuple):
     format: str  # of values in 8 or 4 bits, else ""
 
     def row_bytes(self, measure: Measure) -> int:
-        """Of a row as it is held."""
+        """Bytes of a row as it is stored."""
         return measure(shape_of(self.part)[1])
 
 
@@ -131,7 +132,7 @@ def shared_weight(call: fx.Node) -> SharedWeight | None:
         return SharedWeight(given["weight"][0], given["outputs"], given["dtype"], given["format"])
     head: dict[str, Any] = bound(call) if is_loss_head(call) else {}
     kind, _, format = head.get("format", "").partition(":")
-    if kind != "part":
+    if kind != PART:
         return None
     return SharedWeight(head["weight"], head["vocab"], head["dtype"], format)
 
@@ -141,14 +142,14 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node that made the memory that a value looks at."""
+    """The node that owns the memory of a value."""
     while _looks(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def result(node: fx.Node) -> fx.Node:
-    """The same, and of a call with several results the one of them."""
+    """Like ``owner``, but of a call with several results the element, not the call."""
     while (
         not is_call(node, operator.getitem) and _looks(node) and isinstance(node.args[0], fx.Node)
     ):
@@ -258,7 +259,8 @@ class _Schedule:
         return volume(tensors(as_node(node.args[0]) if _is_reduction(node) else node)[0])
 
     def _ordered(self, groups: Sequence[Sequence[fx.Node]]) -> list[Sequence[fx.Node]]:
-        """Each group behind all that it reads, otherwise as early as its first value."""
+        """The groups in an order in which each comes behind all that it reads, else as early as its
+        first value."""
         group_of = {node: place for place, group in enumerate(groups) for node in group}
         done: dict[int, None] = {}
 
@@ -293,7 +295,7 @@ class _Schedule:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who computes with a value, looked at in whatever way."""
+    """The nodes that compute with a value or with views of it."""
     for user in node.users:
         if _looks(user) and user.op == "call_function":
             yield from _readers(user)

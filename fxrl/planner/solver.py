@@ -40,12 +40,11 @@ Plan = tuple[Option, ...]
 
 
 def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
-    """An option for each layer with the least time, of those that fit; None where none does. Where
-    anything goes to the host, choices say how much may be on its way.
+    """The fastest options that fit, one per layer; None if nothing fits. If anything goes to the
+    host, the choices say how much may be on its way.
 
-    Args:
-        chain: its layers may differ in what an option costs, and in which they have; a choice is
-            for a run of layers that all have it, or have no choice.
+    Layers may differ in the costs of an option and in which options they have. A choice applies to
+    a run of layers that all have it, or have only one option.
     """
     if not chain.layers:
         return () if peak_bytes(chain, ()) <= gpu_bytes else None
@@ -53,11 +52,8 @@ def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
 
 
 def least_peak(chain: Chain, host_bytes: int) -> tuple[Plan, int]:
-    """The plan with the lowest peak that the host has room for, and what it is charged.
-
-    Raises:
-        PlanError: there is none: choices that were given ask for more.
-    """
+    """The plan with the lowest peak within the host's budget, and that peak. Raises ``PlanError``
+    if choices that the user gave need more host memory."""
     if not chain.layers:
         return (), peak_bytes(chain, ())
     return _Plans(_unbeaten(chain, _BYTES)).least_peak(host_bytes)
@@ -73,8 +69,8 @@ _SAMPLE = 7
 
 
 def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
-    """Without the choices that another, which every layer has too, is below in no cost and equal
-    to at best: no plan is better for having them."""
+    """The chain without dominated choices: those for which every layer has another choice that
+    costs no more in any respect. No plan gets better by having them."""
     of = [{o.choice: [getattr(o, n) for n in costs] for o in layer} for layer in chain.layers]
     choices = list(dict.fromkeys(o.choice for layer in chain.layers for o in layer))
 
@@ -93,12 +89,13 @@ def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
 
 
 def runs(count: int) -> Iterator[tuple[int, int]]:
-    """Where the second and the third of three runs of layers begin."""
+    """All pairs of places where the second and the third of three runs of layers begin."""
     return itertools.combinations_with_replacement(range(count + 1), 2)
 
 
 def mixture(share: int, count: int) -> list[int]:
-    """Two ways of ``count`` layers, ``share`` of them the first one's, as evenly as can be."""
+    """An even mixture of two choices over ``count`` layers, 1 for the ``share`` layers with the
+    first."""
     return [int(-(-(i + 1) * share // count) == -(-i * share // count)) for i in range(count)]
 
 
@@ -157,8 +154,8 @@ class _Plans:
 
     @cached_property
     def _options(self) -> list[list[Option | None]]:
-        """For each choice the layers' options; None where a layer has it not. A layer without a
-        choice, because its is given, does its own in any plan."""
+        """Each choice's option for every layer, None if a layer lacks it. A layer with a single
+        option, because the user chose it, has that one under every choice."""
         by_layer = [{option.choice: option for option in layer} for layer in self.chain.layers]
         only = [layer[0] if len(layer) == 1 else None for layer in self.chain.layers]
         pairs = list(zip(by_layer, only, strict=True))

@@ -76,18 +76,15 @@ def _measured(device: torch.device, name: str) -> Target:
 
 
 def measured_link(device: torch.device) -> float:
-    """Bytes a second from a GPU to pinned host memory.
-
-    Raises:
-        RuntimeError: no memory can be pinned.
-    """
+    """Bytes per second from a GPU to pinned host memory. Raises ``RuntimeError`` if none can be
+    pinned."""
     page = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     rest = torch.empty(2**28, dtype=torch.uint8, device=device)
     return page.numel() / _seconds(lambda: page.copy_(rest, non_blocking=True))
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of one call, the least of five."""
+    """Seconds of one call, the least of five."""
     times = []
     for _ in range(6):  # the first warms up
         start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)

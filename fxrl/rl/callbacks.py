@@ -84,14 +84,11 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
 
 @dataclass(slots=True)
 class Events:
-    """The callbacks of a run, called in order.
-
-    Attributes:
-        given: keywords that every event has besides its own.
-    """
+    """The callbacks of a run, called in order."""
 
     config: TrainConfig
     callbacks: tuple[object, ...] = ()
+    # Keywords that every event has besides its own.
     given: Mapping[str, Any] = field(default_factory=dict)
     control: Control = field(default_factory=Control)
 

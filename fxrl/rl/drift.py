@@ -67,12 +67,8 @@ def measured(logps: Tensor, batch: Batch) -> Metrics:
 
 
 class DriftWatch:
-    """Tells of a drift when it becomes worse, and not at every step.
-
-    Args:
-        corrected: whether the loss weights by the importance ratio; ``None`` where that is the
-            user's own business.
-    """
+    """Warns of a drift when it grows, not at every step. ``corrected``: whether the loss weighs by
+    the importance ratio; ``None`` for a loss of the user's."""
 
     def __init__(self, corrected: bool | None = None) -> None:
         self._told = 0

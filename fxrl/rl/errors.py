@@ -81,7 +81,7 @@ def raised(error: BaseException) -> str:
 
 
 def name_of(function: Any) -> str:
-    """Of a function; of an object that is called like one, its class's."""
+    """Name of a function, or of the class of a callable object."""
     return getattr(function, "__name__", type(function).__name__)
 
 

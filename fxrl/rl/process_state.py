@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What user code may switch for the whole process, as it was when this was made.
+    """Switches of the whole process that user code may change, as they were when this was made.
 
     It is made once and not before each call, because calls run beside each other.
     """

@@ -21,7 +21,7 @@ Metrics = dict[str, float | None]
 
 
 class Told(NamedTuple):
-    """What the rewards hear of a completion besides its tokens."""
+    """Further facts about a completion that rewards may read."""
 
     prompt: Any  # text or messages
     # Of the completion; ``None``: its text is all there is.
@@ -83,7 +83,7 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What one step trains on."""
+    """The data that one step trains on."""
 
     # Those of one unit next to each other; none where there is nothing to train on.
     rows: Sequence[TokenRow]
@@ -104,14 +104,12 @@ class Experience:
 class Rollout(Experience):
     """The completions that one step trains on, prompt by prompt; its metrics are over all that were
     drawn, dropped ones included.
-
-    Attributes:
-        drawn: those of one prompt next to each other; none where dynamic sampling or
-            ``mask_truncated_completions`` left out all.
-        advantages: one per completion; ``None`` where each of its tokens gets its own.
     """
 
+    # Completions of one prompt are adjacent; empty if dynamic sampling or
+    # ``mask_truncated_completions`` dropped all of them.
     drawn: Sequence[Drawn] = ()
+    # One per completion; ``None`` if each token gets its own.
     advantages: Sequence[float | None] = ()
 
     def samples(self, wanted: int) -> list[dict[str, Any]]:
@@ -154,29 +152,22 @@ class Source(Protocol):
         state: Callable[[], TrainerState],
         clock: Clock,
     ) -> Experience:
-        """A step's.
-
-        Args:
-            take: the next so many of the training data.
-        """
+        """The experience of a step; ``take(n)`` gives the next ``n`` rows of the training data."""
 
     def evaluate(
         self, data: Sequence[Any], state: TrainerState, measure: Callable[[Experience], Metrics]
     ) -> Metrics:
-        """Metrics of held-out data, each named ``eval/...``.
-
-        Args:
-            measure: loss and metrics of an experience, without training on it.
-        """
+        """Metrics of held-out data, each named ``eval/...``. ``measure`` gives loss and metrics of
+        an experience without training on it."""
 
     def largest(self) -> Sequence[TokenRow]:
         """A unit of rows as long as they may become."""
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """What a step's metrics tell that people should hear."""
+        """Warnings that a step's metrics give rise to."""
 
     def failures(self) -> list[str]:
-        """What was retried or skipped since the last call, in words."""
+        """Messages about what was retried or skipped since the last call."""
 
 
 def of_completion(completion: Completion, worth: float, name: str = "advantages") -> TokenRow:

@@ -425,7 +425,7 @@ def test_autocast_outside_is_switched_off_for_the_truth():
 
 
 def test_too_little_memory(monkeypatch):
-    monkeypatch.setattr("fxrl.inspect.evaluate._free_bytes", lambda device: 1000)
+    monkeypatch.setattr("fxrl.inspect.evaluate.host_free", lambda: 1000)
     report = verify(*make(torch.bfloat16))
     assert report.reference == "eager"
     assert "on cpu, which has 1000 B left" in report.notes[0]

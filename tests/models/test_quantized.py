@@ -30,7 +30,7 @@ def draw(*shape, seed=0):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("transpose", [False, True])
 def test_the_product_is_that_of_the_weight_in_full(format, transpose, monkeypatch):
-    monkeypatch.setattr(op, "_TILE", 128 * 192)  # several tiles
+    monkeypatch.setattr(op, "TILE", 128 * 192)  # several tiles
     weight = quantized(draw(320, 192), format)
     whole = widened(weight, format, torch.float64)
     rows = draw(7, 320 if transpose else 192, seed=1).requires_grad_()

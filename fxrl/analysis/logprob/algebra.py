@@ -265,7 +265,7 @@ class LogprobAlgebra:
 
 
 def _origin(index: RowExpr) -> tuple[object, ...] | None:
-    """Where ids come from, whatever dims of size 1 they were given on the way."""
+    """The value that ids are views of, dims of size 1 aside."""
     leaf = index.leaf
     if leaf is None or leaf.prepare:
         return (id(index),)

@@ -97,15 +97,12 @@ RULES: dict[Any, Rule] = {target: rule for rule, targets in _RULES for target in
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """A narrow value that the region hands out: the node it replaces and its rows.
-
-    Attributes:
-        second: ``node`` reduces over vocabulary *and* tokens; the region takes the first step, and
-            what remains to be done with it is here.
-    """
+    """A narrow value that the region hands out: the node it replaces and its rows."""
 
     node: fx.Node
     value: RowValue
+    # Set where ``node`` reduces over the vocabulary *and* over tokens: the region reduces over the
+    # vocabulary, and this is the reduction that is left.
     second: compute.SecondStep | None = None
 
     def replace(self, builder: Builder, value: fx.Node) -> None:
@@ -178,12 +175,9 @@ def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
 
 
 class _Walk:
-    """One pass over the graph with the rules, and the questions asked of it afterwards.
-
-    Args:
-        joins: several narrow values that are read as one value alone are followed to that.
-        guards: whether the capture's guards may still grow.
-    """
+    """One pass over the graph with the rules, and the questions asked of it afterwards. ``joins``:
+    several narrow values that are only read as one value are followed up to that one. ``guards``:
+    the capture may still add guards."""
 
     def __init__(
         self,

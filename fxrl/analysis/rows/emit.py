@@ -135,7 +135,8 @@ class RowEmitter:
         return self.call(target, node, *step.args)
 
     def _pad(self, node: fx.Node, dim: int, before: Size, after: Size) -> fx.Node:
-        """With rows of zeros around; the op that pads would make symbols numbers."""
+        """Pad rows with zeros by concatenation; the op that pads would specialise symbolic
+        sizes."""
         shape, val = shape_of(node), val_of(node)
         kind = {"dtype": val.dtype, "device": val.device}
 

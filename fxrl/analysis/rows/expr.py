@@ -37,22 +37,17 @@ PATCHED = "patched"
 
 @dataclass(frozen=True, slots=True)
 class RowStep:
-    """One selection or permutation of rows, on a tensor whose token dims come first.
+    """One selection or permutation of rows, on a tensor whose token dims come first."""
 
-    Attributes:
-        kind: ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"split"`` (op,
-            dim, sizes, index of the part), ``"permute"`` (order), ``"index"`` (one index tensor
-            or None per token dim), ``"pad"`` (dim, rows of zeros before, and after).
-        args: its arguments; dims count token dims, graph values (indices) are ``fx.Node``.
-        sizes: the token dims it is applied under; a tensor with other token dims and the same
-            rows is reshaped to these first.
-        result: the token dims it leaves.
-    """
-
+    # ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"split"`` (op, dim, sizes,
+    # index of the part), ``"permute"`` (order), ``"index"`` (one index tensor or None per token
+    # dim), ``"pad"`` (dim, rows of zeros before, and after).
     kind: str
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # dims count token dims only; graph values (indices) are ``fx.Node``
+    # Sizes of the token dims that the step expects; a tensor with the same rows under other token
+    # dims is reshaped to these first.
     sizes: tuple[Any, ...]
-    result: tuple[Any, ...]
+    result: tuple[Any, ...]  # sizes of the token dims afterwards
 
     def selects_as(self, other: RowStep) -> bool:
         """Whether both select the same rows of the same tokens."""
@@ -138,11 +133,8 @@ class ExprPool:
         return self._intern(("leaf", _key(leaf)), lambda: RowExpr(None, leaf=leaf))
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> RowExpr:
-        """The expression ``target(*args, **kwargs)``; lists become tuples.
-
-        Raises:
-            Refusal: an argument is a number of the graph, which the rows' own code does not hold.
-        """
+        """The expression ``target(*args, **kwargs)``; lists become tuples. Raises ``Refusal`` if an
+        argument is a number computed in the graph, which code for one row cannot hold."""
         numbers = [one for one in (*args, *kwargs.values()) if isinstance(one, fx.Node)]
         if numbers:
             raise Refusal(

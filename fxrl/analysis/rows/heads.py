@@ -139,7 +139,7 @@ def _keeps_width(node: fx.Node, width: int) -> bool:
 
 
 def _downstream(graph: fx.Graph, products: list[fx.Node]) -> dict[fx.Node, int]:
-    """For each node the set of products that depend on it, as a bit mask."""
+    """The set of products that depend on each node, as a bit mask."""
     bit = {node: 1 << i for i, node in enumerate(products)}
     below: dict[fx.Node, int] = {}
     for node in reversed(list(graph.nodes)):

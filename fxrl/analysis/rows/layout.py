@@ -43,7 +43,7 @@ aten = torch.ops.aten
 def reshaped(
     rules: RowRules, value: RowValue, tags: tuple[Tag, ...], sizes: tuple[Size, ...]
 ) -> RowValue:
-    """The same rows with their local dims reshaped to what ``tags`` and ``sizes`` say."""
+    """``value`` with its local dims reshaped to ``tags`` and ``sizes``."""
     result = RowValue(value.expr, tags, sizes)
     old = [static(size) for size in value.local_sizes]
     new = [static(size) for size in result.local_sizes]

@@ -82,11 +82,8 @@ class RowRules:
         self._pointwise = pointwise
 
     def apply(self, node: fx.Node) -> Rows:
-        """What ``node`` is as rows.
-
-        Raises:
-            Refusal: it mixes tokens, draws random numbers, or has no rule.
-        """
+        """``node`` as rows. Raises ``Refusal`` if it mixes tokens, draws random numbers, or has no
+        rule."""
         target: Any = node.target
         rule = self._table.get(target) or self._table.get(str(target))
         if rule is not None:
@@ -121,7 +118,7 @@ class RowRules:
 
 
 def op_name(node: fx.Node) -> str:
-    """What a node calls, for people."""
+    """The name of what a node calls, for messages."""
     target = node.target
     is_op = isinstance(target, OpOverload)
     return str(target) if is_op else str(getattr(target, "__name__", target))
@@ -200,14 +197,9 @@ def operand(
     *,
     each: bool = False,
 ) -> RowExpr:
-    """``node`` as an expression that broadcasts against ``[n, *locals]`` of a result.
-
-    Args:
-        each: the op does not broadcast, so the expression has a row for each row of the result.
-
-    Raises:
-        Refusal: it pairs tokens with other tokens, or is vocabulary-sized for some tokens only.
-    """
+    """``node`` as an expression that broadcasts against ``[n, *locals]`` of a result; with
+    ``each``, as a row per row of the result, for ops that do not broadcast. Raises ``Refusal`` if
+    it pairs tokens with other tokens, or is vocabulary-sized for some tokens only."""
     value = rules.row(node)
     if value is not None:
         return _row_operand(rules, value, tags, sizes)

@@ -21,29 +21,19 @@ fxrl = torch.ops.fxrl
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A body at one set of sizes.
+    """Memory and time of a body at one set of sizes."""
 
-    Attributes:
-        forward_bytes, backward_bytes: allocated at most while it runs, results included; the
-            backward's with its incoming gradients.
-        forward_s, backward_s: seconds.
-        saved: where each tensor that the backward reads is from (``ops.region.Body``), and its
-            bytes.
-    """
-
-    forward_bytes: int
-    backward_bytes: int
+    forward_bytes: int  # peak of the forward, its results included
+    backward_bytes: int  # peak of the backward, its incoming gradients included
     forward_s: float
     backward_s: float
+    # Source (as in ``ops.region.Body.sources``) and bytes of each tensor that the backward reads.
     saved: tuple[tuple[tuple[str, int], int], ...]
 
 
 class BodyProfile:
-    """A region's halves as kernels; ``at`` puts sizes in.
-
-    Args:
-        seen: see ``planner.cost.seconds``.
-    """
+    """Memory and time of a region's two halves at any sizes; ``seen`` as in
+    ``planner.cost.seconds``."""
 
     def __init__(self, built: CompiledRegion, seen: Mapping[str, float] | None = None) -> None:
         self._built, traced = built, built.traced
@@ -56,11 +46,8 @@ class BodyProfile:
     def at(
         self, inputs: Sequence[Tensor], measure: Measure, target: Target, tile: int = 0
     ) -> Figures:
-        """Figures for inputs of the graph around it, whose sizes ``measure`` knows.
-
-        Args:
-            tile: rows per tile of a tiled region; its bytes are those of one, its seconds of all.
-        """
+        """Figures for the region's inputs, whose sizes ``measure`` knows. Of a tiled region with
+        ``tile`` rows per tile, the bytes are those of one tile and the seconds those of all."""
         read = map(measure, self._built.sizes_of(inputs))
         sizes = dict(zip(self._built.traced.bound.names, read, strict=True))
         if not tile:
@@ -73,8 +60,9 @@ class BodyProfile:
         )
 
     def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:
-        """What the backward reads, by what made it, and where it is from; looks at it are no more
-        memory (a copy laid out as what it copies is left out on a GPU)."""
+        """The inputs and outputs of the region that the backward reads, each with its kind and its
+        place. Views need no memory of their own, and neither does a copy on a GPU that is laid out
+        as its source."""
         gm, sources = self._forward.gm, self._built.traced.sources
         (output,) = gm.graph.find_nodes(op="output")
         places: dict[str, Any] = {

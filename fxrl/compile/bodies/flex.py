@@ -51,7 +51,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """All that a kernel is compiled for, but for the sizes that vary."""
+    """The key of a compiled kernel: all that its code depends on, but for the sizes that vary."""
 
     mask: str
     scale: float
@@ -69,11 +69,8 @@ class _Kind:
 
 
 class FlexAttention:
-    """FlexAttention for every mask, compiled when it first runs.
-
-    Args:
-        options: Inductor's; None runs PyTorch's reference of the same ops, on every device.
-    """
+    """FlexAttention for any mask, compiled on first use with these Inductor options; None runs
+    PyTorch's reference of the same ops, on every device."""
 
     def __init__(self, options: InductorOptions | None) -> None:
         self._options = options
@@ -186,7 +183,7 @@ class _Compiled:
             grad,
             None,
             _same,
-            _gradient_of_same,
+            lambda *given: [given[-1], None, None, None, None],  # of the score alone
             blocks,
             self._kind.scale,
             dict(_OPTIONS),
@@ -283,11 +280,6 @@ class _Compiled:
 
 def _same(score: Tensor, *_: Tensor) -> Tensor:
     return score
-
-
-def _gradient_of_same(*given: Tensor) -> list[Tensor | None]:
-    """Of the score it is what comes in, of the four indices there is none."""
-    return [given[-1], None, None, None, None]
 
 
 def attach_flex() -> None:

@@ -51,12 +51,9 @@ _BODY_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class InductorOptions:
-    """Inductor options of one kind of region.
+    """Inductor options of one kind of region."""
 
-    Attributes:
-        options: ``torch._inductor.config`` names -> values, on top of Inductor's defaults.
-    """
-
+    # ``torch._inductor.config`` names -> values, on top of Inductor's defaults.
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     @classmethod
@@ -75,13 +72,11 @@ class InductorOptions:
 def compile_body(
     gm: fx.GraphModule, mode: FakeTensorMode, options: InductorOptions, *, decomposed: bool = False
 ) -> Callable[..., Sequence[Tensor]]:
-    """Compile a traced graph with Inductor.
+    """Compile a functional graph with Inductor.
 
-    Args:
-        gm: functional; its placeholders carry fake values of ``mode``. Symbolic sizes stay
-            symbolic, and what Inductor assumes about them becomes guards of the mode's shape
-            environment.
-        decomposed: it was traced with Inductor's decompositions.
+    Its placeholders carry fake values of ``mode``. Symbolic sizes stay symbolic; what Inductor
+    assumes about them becomes guards of the mode's shape environment. ``decomposed``: the graph was
+    traced with Inductor's decompositions.
     """
     build = inductor_lower if decomposed and not options.need_aot else inductor_compile
     return build(gm, mode, dict(options.options))

@@ -66,12 +66,9 @@ class Halves:
 def partition(
     joint: fx.GraphModule, num_outputs: int, alive: Sequence[int], *, cut: Cut = "products"
 ) -> Halves:
-    """Split a joint graph whose placeholders are named ``primals`` and ``tangents``.
-
-    Args:
-        num_outputs: outputs of the forward, before the gradients.
-        alive: inputs that live until the backward in any case.
-    """
+    """Split a joint graph, whose placeholders are named ``primals`` and ``tangents``, into a
+    forward with ``num_outputs`` outputs and a backward. The inputs ``alive`` live until the
+    backward anyway."""
     if cut == "inputs":
         return _Settling(*_run_again(joint, num_outputs), num_outputs).settle()
     if cut != "products":
@@ -130,7 +127,7 @@ def _is_gradient(node: fx.Node) -> bool:
 
 
 def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
-    """What depends on the incoming gradients, and these."""
+    """The incoming gradients and every node that depends on them."""
     late: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if _is_gradient(node) or any(arg in late for arg in node.all_input_nodes):
@@ -139,7 +136,8 @@ def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def _needed(wanted: Sequence[Any], left: set[fx.Node]) -> list[fx.Node]:
-    """Of what is left these values and what they are computed from, in order; no longer left."""
+    """These values and what they are computed from, in order; they are removed from what is
+    left."""
     found = ancestors([value for value in wanted if value in left], left)
     left -= found
     return sorted(found)
@@ -195,8 +193,8 @@ class _Settling:
         return Halves(self.forward, self.backward, tuple(sources), tuple(sizes))
 
     def _recompute_views(self) -> None:
-        """In the place of views (a weight's transpose, attention's output as rows, queries, keys
-        and values of one product) keep what they look at, whose memory they are."""
+        """Instead of views (a weight's transpose, attention's output as rows, queries, keys and
+        values of one product), keep the values that own their memory."""
         graph = self.backward.graph
         given = graph.find_nodes(op="placeholder")
         again = {node.name: node for node in graph.nodes if node.op != "placeholder"}
@@ -222,7 +220,8 @@ class _Settling:
         made = [node for node in made if _symbol(node.meta["val"]) is None]
         told = {_symbol(size) for node in given if node not in made for size in _dims(node)}
         sizes = {_symbol(size): size for node in self._inputs for size in _dims(node)}
-        read = {symbol for node in graph.nodes for size in _dims(node) for symbol in _symbols(size)}
+        used = (size for node in graph.nodes for size in _dims(node) if not isinstance(size, int))
+        read = {symbol for size in used for symbol in size.node.expr.free_symbols}
         for symbol in sorted((read & sizes.keys()) - told, key=str):
             with graph.inserting_before(next(iter(graph.nodes))):
                 graph.placeholder(f"size_{symbol}").meta["val"] = sizes[symbol]
@@ -260,10 +259,6 @@ def _dims(node: fx.Node) -> tuple[Size, ...]:
     """A value's dims, or the size that it is."""
     val = node.meta.get("val")
     return (val,) if isinstance(val, torch.SymInt) else tuple(getattr(val, "shape", ()))
-
-
-def _symbols(size: Size) -> set[Any]:
-    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
 def _symbol(size: Size) -> Any:

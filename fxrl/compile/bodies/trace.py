@@ -75,13 +75,12 @@ class TracedBody:
         decompose: bool = False,
         plan: Plan | None = None,
     ) -> None:
-        """Trace a region for ``sizes`` (by name; see ``BoundSizes``) and all alike them.
+        """Trace a region for ``sizes`` (by name; see ``BoundSizes``) and all like them.
 
-        Args:
-            forward: its graph, where regions inside of it are called by the keys of built ones.
-            decompose: ops as Inductor's own where the cut is to be found, so that it sees what is
-                cheap; otherwise they are eager's kernels and as exact.
-            plan: says which rewrites of the halves are switched off.
+        ``forward`` is its graph if regions inside it are called by the keys of built ones.
+        ``decompose`` traces Inductor's own ops where the cut is yet to be found, so that it sees
+        what is cheap; otherwise ops are eager's kernels, and as exact. ``plan`` says which rewrites
+        of the halves are switched off.
         """
         self.region, self._run = region, forward or region.forward
         self.rewrites: list[tuple[str, str]] = []
@@ -116,7 +115,7 @@ class TracedBody:
         self._cut()
 
     def with_cut(self, region: Region) -> TracedBody:
-        """What another cut of the same body is: traced once, split again."""
+        """Split the same traced body again for another cut, without tracing it again."""
         twin = copy.copy(self)
         twin.region, twin.rewrites = region, list(self.rewrites[: self._of_joint])
         twin._cut()
@@ -164,7 +163,8 @@ class TracedBody:
         return holds(self.mode, self._symbols, sizes)
 
     def measure(self, sizes: Mapping[str, int]) -> Callable[[Any], int]:
-        """What a size of these graphs, or an expression of sizes, is where the names are these."""
+        """A function that evaluates sizes of these graphs where the named sizes have these
+        values."""
         return measure_by(values_of(self._symbols, sizes))
 
     def _make_symbols(self, sizes: Mapping[str, int] | None) -> dict[str, Size]:

@@ -57,7 +57,7 @@ class _Variant:
         return compile_body(half, traced.mode, self.options, decomposed=traced.decomposed)
 
     def at(self, sizes: dict[str, int]) -> Body:
-        """What runs where the names are ``sizes``."""
+        """The compiled body for these values of the named sizes."""
         self.compile()
         traced = self.traced
         measure = traced.measure(sizes)
@@ -218,13 +218,11 @@ def build_region(
     plan: Plan | None = None,
     like: CompiledRegion | None = None,
 ) -> CompiledRegion:
-    """Trace a region to be compiled (``options`` None: run op by op), or find it built.
+    """Trace a region for compilation (op by op if ``options`` is None), or find the one already
+    built. ``plan`` says which rewrites inside are switched off; ``like`` was built from the same
+    body, options and plan with another cut, and its trace is reused.
 
     The caller owns the kernels: the op finds them for as long as somebody holds them.
-
-    Args:
-        plan: says which rewrites of the body are switched off.
-        like: built for the same body, options and plan with another cut: its trace serves.
     """
     plan = plan or Plan()
     key = _key(region, options, plan)

@@ -140,12 +140,9 @@ def decode(
     drawing: Drawing,
     limits: Sequence[int],
 ) -> Decoded:
-    """Draws ``counts[i]`` completions of ``prompts[i]``; rows are ordered by prompt.
-
-    Args:
-        uniforms: [R, max_tokens] float64 on the CPU, R = sum(counts); ``None`` for greedy.
-        pad_id: fills prompts on the left; any valid id, its positions are masked.
-    """
+    """Draw ``counts[i]`` completions of ``prompts[i]``; rows are ordered by prompt. ``uniforms``
+    [sum(counts), max_tokens] float64 on the CPU, ``None`` for greedy. ``pad_id``, any valid id,
+    fills prompts on the left, where it is masked."""
     expand = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)).to(device)
     ids, mask = left_pad(prompts, pad_id)
     padded = not bool(mask.all())
@@ -251,11 +248,8 @@ class TorchEngine:
 
     @classmethod
     def from_tokenizer(cls, model: nn.Module, tokenizer: Any, **options: Any) -> Self:
-        """Takes the padding id and EOS (the generation config's too) from ``tokenizer``.
-
-        Raises:
-            EngineError: the tokenizer has neither a padding nor an EOS token.
-        """
+        """An engine with the tokenizer's padding id and EOS (and the generation config's). Raises
+        ``EngineError`` if the tokenizer has neither a padding nor an EOS token."""
         eos = eos_ids(tokenizer, getattr(model, "generation_config", None))
         if (pad := tokenizer.pad_token_id) is None and (pad := min(eos, default=None)) is None:
             raise EngineError(

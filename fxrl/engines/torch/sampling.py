@@ -72,15 +72,13 @@ def log_probs(logits: Tensor, temperature: float) -> Tensor:
 def filter_tokens(
     logprobs: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """Sets cut tokens to -inf and leaves the others as they are (not renormalised).
+    """Sets cut tokens of log-probs [R, V] to -inf and leaves the others as they are (not
+    renormalised); any constant may be added to a row.
 
     Top-k keeps the k most likely tokens (Fan et al. 2018). Top-p keeps the smallest set of most
-    likely tokens whose share of what top-k kept is >= top_p (Holtzman et al. 2020). Min-p keeps
-    p >= min_p * max p (Nguyen et al. 2024). Of equally likely tokens the lower ids are kept, so
-    the sets are exactly as small as asked. At least one token of a row always stays.
-
-    Args:
-        logprobs: [R, V], any additive constant per row is fine.
+    likely tokens whose share of what top-k kept is >= top_p (Holtzman et al. 2020). Min-p keeps p
+    >= min_p * max p (Nguyen et al. 2024). Of equally likely tokens the lower ids are kept, so the
+    sets are exactly as small as asked. At least one token of a row always stays.
     """
     if 0 < top_k < logprobs.shape[1]:
         kth = logprobs.topk(top_k, dim=-1).values[:, -1:]
@@ -95,14 +93,11 @@ def filter_tokens(
 
 
 def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens [R] int64 drawn from softmax(logprobs) by one uniform number each.
+    """Tokens [R] int64 drawn from softmax(``logprobs``) [R, V], by one uniform number in [0, 1)
+    each. ``logprobs`` need not be normalised; -inf is probability 0.
 
     A token of probability 0 is never drawn: it does not move the cumulative sum, and the token
-    drawn is the first where the sum goes above ``uniforms * total`` (< total).
-
-    Args:
-        logprobs: [R, V]; -inf for probability 0; need not be normalised.
-        uniforms: [R] in [0, 1).
+    drawn is the first at which the sum exceeds ``uniforms * total`` (< total).
     """
     probs = nn.functional.pad(logprobs.softmax(-1), (0, -logprobs.shape[1] % BLOCK))
     blocks = probs.view(len(probs), -1, BLOCK)

@@ -47,7 +47,7 @@ class EngineLoadError(EngineError):
 
 
 def set_environment(options: VllmOptions) -> None:
-    """To be called before vLLM is imported; see NOTE [vLLM's environment variables]."""
+    """Call this before vLLM is imported; see NOTE [vLLM's environment variables]."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", options.log_level)
@@ -77,11 +77,8 @@ def build_llm(
     worker_cls: str,
     newest_worker: Callable[[], Any],
 ) -> Any:
-    """A ``vllm.LLM`` of the checkpoint in ``path``.
-
-    Args:
-        newest_worker: the one that was made last, ``None`` if it is gone or there was none.
-    """
+    """A ``vllm.LLM`` of the checkpoint in ``path``. ``newest_worker()`` is the worker made last,
+    ``None`` if it is gone or there was none."""
     arguments = engine_arguments(
         options,
         set(symbols.module.EngineArgs.__dataclass_fields__),
@@ -107,14 +104,12 @@ def build_llm(
 
 
 def _release(error: BaseException, newest_worker: Callable[[], Any], before: int) -> None:
-    """Frees what a build that failed had loaded; vLLM would refuse to load weights beside it.
+    """Free what a failed build has loaded; vLLM would refuse to load weights beside it.
 
-    The frames of the traceback hold it, for as long as anybody keeps the error (a notebook keeps
-    the last one). They go first: vLLM's worker empties its memory pools when it shuts down.
-
-    Args:
-        newest_worker: vLLM's; ``None`` where its shutdown would free another engine's pools.
-        before: ``id`` of what it said before the build: an engine's that is open, not this one's.
+    The traceback's frames hold it for as long as anybody keeps the error (a notebook keeps the last
+    one), so they are cleared first; vLLM's worker empties its memory pools when it shuts down.
+    ``newest_worker`` returns ``None`` if that would free another engine's pools; ``before`` is the
+    ``id`` of the worker before the build, which belongs to an open engine.
     """
     worker = newest_worker()
     chain: BaseException | None = error
@@ -164,13 +159,9 @@ def cache_bytes(
     max_num_seqs: int,
     max_model_len: int,
 ) -> int:
-    """Bytes for the KV cache: what can be used, or what there is.
-
-    Args:
-        available: bytes that vLLM's profiling left for it.
-        per_sequence: bytes of one sequence of ``max_model_len`` tokens, in whole blocks.
-        per_block: bytes of one block over all layers; vLLM keeps one block as the null block.
-    """
+    """Bytes for the KV cache: what can be used, or the ``available`` bytes that vLLM's profiling
+    left. ``per_sequence`` is a sequence of ``max_model_len`` tokens in whole blocks, ``per_block``
+    a block over all layers, of which vLLM keeps one as the null block."""
     need = per_sequence + per_block
     if available < need:
         tokens = max(0, (available - per_block)) * max_model_len // max(1, per_sequence)

@@ -61,11 +61,8 @@ UNQUANTIZED = ("auto", "float16", "bfloat16")
 def place(
     options: VllmOptions, capability: tuple[int, int] | None
 ) -> Literal["CUSTOM", "FLASH_ATTN"] | None:
-    """The member of vLLM's ``AttentionBackendEnum`` that fxrl's backend takes, or ``None``.
-
-    Args:
-        capability: the GPU's, e.g. (9, 0); ``None`` without one.
-    """
+    """The member of vLLM's ``AttentionBackendEnum`` that fxrl's backend replaces, if any.
+    ``capability`` is the GPU's, such as (9, 0); ``None`` without one."""
     if capability is None:
         return None
     if options.decode_attention == "fxrl":
@@ -116,13 +113,10 @@ def unknown(place: str, what: str) -> Iterator[None]:
 def registered(
     member: Any, path: str, register: Callable[[Any, str], Any], selector: Any
 ) -> Iterator[None]:
-    """fxrl's backend in ``member``'s place, for as long as an engine is built.
+    """Put fxrl's backend in the place of ``member`` while an engine is built, by vLLM's
+    ``register_backend``. ``selector`` is the vLLM module that caches choices of backends.
 
-    Where somebody else has taken FlashAttention's place, it stays theirs, and a warning says so.
-
-    Args:
-        register: vLLM's ``register_backend``.
-        selector: vLLM's module ``vllm.v1.attention.selector``, which caches what it has chosen.
+    If somebody else has replaced FlashAttention already, theirs stays and a warning says so.
     """
     forget = getattr(getattr(selector, CACHE, None), "cache_clear", None)
     if forget is None:
@@ -199,7 +193,7 @@ def _implementation(
     pair: int | None,
     max_rows: int,
 ) -> type:
-    """What a layer runs."""
+    """The class of a layer's implementation."""
     workspaces: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()
 
     class FastImpl(impl):  # type: ignore[misc]
@@ -254,7 +248,7 @@ def _implementation(
 
 
 def _builder(builder: Any, decode_graphs: Any, max_rows: int) -> type:
-    """What a step's metadata is made by."""
+    """The class that makes a step's metadata."""
 
     class FastBuilder(builder):  # type: ignore[misc]
         _cudagraph_support = decode_graphs
@@ -274,7 +268,7 @@ def _builder(builder: Any, decode_graphs: Any, max_rows: int) -> type:
 
 
 def _layer_fits(impl: Any) -> bool:
-    """What of a layer is fixed: decided once."""
+    """Whether the fast kernel can compute a layer, as far as the layer alone decides it."""
     attn_type = getattr(impl.attn_type, "value", impl.attn_type)
     return (
         attn_type == "decoder"
@@ -309,7 +303,8 @@ def _decode_window(impl: Any, query: Tensor, metadata: Any, max_rows: int) -> in
 
 
 def _pair_dimension(backend: Any) -> int | None:
-    """Where a cache has keys beside values in a dimension of 2 (vLLM 0.25), else None."""
+    """The dimension, of size 2, that separates keys from values in the cache (vLLM 0.25); None
+    without one."""
     shape_of = getattr(backend, "get_kv_cache_shape", None)
     shape: tuple[int, ...] = () if shape_of is None else shape_of(7, 16, 3, 64)
     return shape.index(2) if 2 in shape else None

@@ -119,13 +119,9 @@ class VllmEngine:
         on_finished: OnFinished | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """See ``Engine.generate``; also
-
-        Raises:
-            GenerateTimeoutError: ``generate_timeout_s`` is over; the engine can be used again.
-            EngineFailedError: vLLM failed; the engine cannot be used any more.
-            RestoreError: folded weights did not come back; the run must end.
-        """
+        """See ``Engine.generate``. After a ``GenerateTimeoutError`` (``generate_timeout_s``) the
+        engine can be used again, after an ``EngineFailedError`` not; a ``RestoreError`` (folded
+        weights did not come back) must end the run."""
         check_awake(self._state, "generate")
         given = [tuple(map(int, prompt)) for prompt in prompts]
         if not given:
@@ -187,17 +183,12 @@ class VllmEngine:
         return requests
 
     def shared_model(self, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, SharingReport]:
-        """The trainer's model, made of this engine's weights, and what is shared and what not.
+        """The trainer's model, made of this engine's weights, and a ``SharingReport`` of what is
+        shared; see ``fxrl.engines.weights.share.share``.
 
         What cannot be shared has a storage of its own, filled from the checkpoint, and is copied to
-        the engine at each update: with ``tensor_parallel_size`` above 1 or packed weights all of
-        it. The report says so.
-
-        Returns:
-            (model, ``SharingReport``); see ``fxrl.engines.weights.share.share``.
-
-        Raises:
-            SharingError, EngineError: see there.
+        the engine at each update. With ``tensor_parallel_size`` above 1, or packed weights, that is
+        everything.
         """
         check_awake(self._state, "shared_model")
         model, report = share(
@@ -212,16 +203,12 @@ class VllmEngine:
         return model, report
 
     def attach(self, model: nn.Module, *, route: Route | None = None) -> None:
-        """Serves ``model`` from now on: its adapter, or its weights.
+        """Serve ``model``, the trainer's, from now on: its adapter, or its weights. It may be
+        wrapped by PEFT, and shared with the engine or not.
 
-        Args:
-            model: the trainer's, bare or wrapped by PEFT; shared with the engine or not.
-            route: an adapter's: ``"slots"`` (the engine has some if ``max_lora_rank`` is given),
-                ``"fold"`` or ``"copy"``; ``None`` takes the first of them that is possible.
-                ``weight_sync.way`` and ``weight_sync.reason`` say which it was.
-
-        Raises:
-            RouteError: the route is not possible, or none is.
+        An adapter's ``route`` is ``"slots"`` (if the engine has ``max_lora_rank``), ``"fold"`` or
+        ``"copy"``; ``None`` takes the first that is possible. ``weight_sync.way`` and ``.reason``
+        say which it was. Raises ``RouteError`` if that route, or any, is impossible.
         """
         check_awake(self._state, "attach")
         self.weight_sync.attach(model, route=route)
@@ -233,12 +220,9 @@ class VllmEngine:
 
     @contextmanager
     def standby(self) -> Iterator[None]:
-        """See ``Engine.standby``; the KV cache's memory is free inside.
-
-        Raises:
-            WakeError: at the end, if the memory is not free again; the engine stays in standby. It
-                is a note of what the block itself has raised, if it has.
-        """
+        """See ``Engine.standby``. Raises ``WakeError`` at the end if the memory is not free again:
+        the engine then stays in standby. If the block itself raises, the ``WakeError`` becomes a
+        note of that."""
         check_awake(self._state, "standby")
         try:
             self._standby.release()
@@ -257,11 +241,7 @@ class VllmEngine:
         self.wake()
 
     def wake(self) -> None:
-        """See ``Engine.wake``.
-
-        Raises:
-            WakeError: see ``standby``; free memory and call again.
-        """
+        """See ``Engine.wake``. After a ``WakeError`` (``standby``), free memory and call again."""
         if self._state == "standby":
             self._standby.wake()
             self._state = "awake"

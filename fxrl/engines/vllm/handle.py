@@ -42,27 +42,18 @@ DRAIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class VllmSymbols:
-    """What the installed vLLM brings.
+    """The names that fxrl uses of the installed vLLM."""
 
-    Attributes:
-        module: ``vllm`` itself (``LLM``, ``EngineArgs``, ``SamplingParams``).
-        device: ``"cuda"`` or ``"cpu"``.
-        tokens_prompt: token ids to what ``add_request`` takes.
-        final_only: vLLM's output kind of that name: nothing is said of unfinished requests.
-        lora_request, lora_model, peft_helper: classes of those names.
-        allocator: of tagged pools, one for the process; ``None`` where none was made so far.
-        quiet_config: enters a vLLM configuration that compiles nothing (vLLM patches Hugging Face's
-            classes once its own "transformers" backend was imported; they then ask for one).
-    """
-
-    module: Any
-    device: str
-    tokens_prompt: Callable[[list[int]], Any]
-    final_only: Any
-    lora_request: Any
-    lora_model: Any
-    peft_helper: Any
-    allocator: Callable[[], Any]
+    module: Any  # ``vllm`` itself (``LLM``, ``EngineArgs``, ``SamplingParams``)
+    device: str  # ``"cuda"`` or ``"cpu"``
+    tokens_prompt: Callable[[list[int]], Any]  # token ids -> a prompt for ``add_request``
+    final_only: Any  # ``RequestOutputKind.FINAL_ONLY``: no output for unfinished requests
+    lora_request: Any  # the class ``LoRARequest``
+    lora_model: Any  # ``LoRAModel``
+    peft_helper: Any  # ``PEFTHelper``
+    allocator: Callable[[], Any]  # the process's allocator of tagged pools; ``None`` before any
+    # Enters a vLLM configuration that compiles nothing. Once vLLM's "transformers" backend is
+    # imported, Hugging Face's classes are patched and ask for a current configuration.
     quiet_config: Callable[[], Any]
 
     def tags(self) -> Tags:
@@ -72,14 +63,8 @@ class VllmSymbols:
 
 
 class VllmHandle:
-    """A built engine, seen from inside.
-
-    Args:
-        llm: vLLM's ``LLM``.
-        symbols: see ``VllmSymbols``.
-        tensor_parallel_size: above 1 the model is in other processes.
-        max_lora_rank: of the LoRA slots, ``None`` has none.
-    """
+    """A built engine, seen from inside. With ``tensor_parallel_size`` above 1 the model is in other
+    processes; ``max_lora_rank`` is that of the LoRA slots, ``None`` without any."""
 
     def __init__(
         self, llm: Any, symbols: VllmSymbols, tensor_parallel_size: int, max_lora_rank: int | None
@@ -120,7 +105,7 @@ class VllmHandle:
         return model
 
     def model_to_share(self) -> nn.Module:
-        """As ``model``; where it is in other processes an empty one, in which nothing is found."""
+        """The model; an empty one, in which nothing is found, if it is in other processes."""
         if self._ranks == 1:
             return self.model()
         log.warning(
@@ -142,13 +127,9 @@ class VllmHandle:
         }
 
     def drain(self, *, all_the_way: bool = False) -> None:
-        """Ends what is in flight: asynchronous scheduling runs a step ahead.
-
-        Args:
-            all_the_way: the scheduler must not even have finished requests left that it has not
-                told the worker of, which it does at its next step; vLLM's own release of the KV
-                cache asks for that.
-        """
+        """Finish what is in flight: asynchronous scheduling runs a step ahead. ``all_the_way`` goes
+        on until the scheduler has told the worker of all finished requests too, which vLLM's own
+        release of the KV cache requires."""
         core = getattr(self.engine.engine_core, "engine_core", None)
         deadline = time.monotonic() + DRAIN_S
         while getattr(core, "batch_queue", None) or (
@@ -170,11 +151,8 @@ class VllmHandle:
         arguments: Mapping[str, Any],
         limits: list[int],
     ) -> list[tuple[Any, Any]]:
-        """vLLM's prompt and sampling parameters of each sample; prompts repeat seeds/prompts times.
-
-        Args:
-            limits: most tokens of each prompt's completions.
-        """
+        """vLLM's prompt and sampling parameters of each sample; a prompt is repeated ``len(seeds) /
+        len(prompts)`` times. ``limits`` bound the tokens of each prompt's completions."""
         make, each = self.symbols.module.SamplingParams, len(seeds) // len(prompts)
         arguments = {**arguments, "output_kind": self.symbols.final_only}
         least = arguments.get("min_tokens", 0)
@@ -207,7 +185,7 @@ class VllmHandle:
         )
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """To other processes tensors travel through host memory."""
+        """Load new weights; tensors travel to other processes through host memory."""
         given: Any = weights
         if self._ranks > 1:
             given = [(name, value.cpu()) for name, value in weights]
@@ -288,11 +266,7 @@ ADAPTER_NAME = "fxrl-policy"
 
 
 def adapter_manager(worker: Any) -> Any:
-    """vLLM's ``LoRAModelManager``.
-
-    Raises:
-        EngineError: this version of vLLM keeps it somewhere else.
-    """
+    """vLLM's ``LoRAModelManager``; ``EngineError`` if this version keeps it somewhere else."""
     manager = getattr(worker.model_runner, "lora_manager", None)
     inner = getattr(manager, "_adapter_manager", None)
     wanted = ("add_adapter", "remove_adapter", "activate_adapter", "lora_config")
@@ -309,15 +283,11 @@ def adapter_manager(worker: Any) -> Any:
 def put_adapter(
     worker: Any, sites: Sequence[LoraSite], *, lora_model: Any, peft_helper: Any
 ) -> None:
-    """Puts the factors as they are now into the slot of ``ADAPTER_ID``.
+    """Put the present factors of ``sites`` into the slot of ``ADAPTER_ID``; adapters that are
+    active together become one of the summed rank.
 
-    Args:
-        sites: the trainer's modules, see ``lora_sites``; adapters that are active together become
-            one of the summed rank.
-
-    Raises:
-        EngineError: vLLM takes no LoRA at some module, or the rank is above ``max_lora_rank``. What
-            is missing would be a part of the policy, so nothing is left out silently.
+    Raises ``EngineError`` if vLLM takes no LoRA at some module, or the rank is above
+    ``max_lora_rank``: a part of the policy would be missing, so nothing is left out silently.
     """
     manager, tensors = adapter_manager(worker), adapter_tensors(sites)
     ranks = {name: value.shape[0] for name, value in tensors.items() if "lora_A" in name}

@@ -213,16 +213,11 @@ def engine_arguments(
     worker_cls: str,
     has_tokenizer: bool,
 ) -> dict[str, Any]:
-    """vLLM's ``LLM(**arguments)``.
+    """Arguments of ``vllm.LLM``.
 
-    Args:
-        known: fields of the installed ``EngineArgs``.
-        device: ``"cuda"`` or ``"cpu"``.
-        utilization: share of the GPU that vLLM may take in all, from ``build.utilization``.
-        worker_cls: import path of the worker class.
-
-    Raises:
-        VllmOptionError: an option that the installed version does not have.
+    ``known`` are the fields of the installed ``EngineArgs``, ``utilization`` is vLLM's share of the
+    GPU (``build.utilization``), ``worker_cls`` the import path of the worker class. Raises
+    ``VllmOptionError`` for an option that the installed version does not have.
     """
     check_names("vllm.engine_args", options.engine_args.keys(), known)
     single = options.tensor_parallel_size == 1

@@ -219,7 +219,7 @@ def step(engine: Any) -> list[Any]:
 
 
 class Gather(Groups):
-    """The same of what vLLM ends; ``i // n`` is request ``i``'s prompt."""
+    """``Groups`` of the requests that vLLM finishes; request ``i`` is for prompt ``i // n``."""
 
     def __init__(
         self,

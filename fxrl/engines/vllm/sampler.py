@@ -60,15 +60,10 @@ _OWN_MODULES = "vllm.v1.worker.gpu.sample."
 
 
 class FastSampler:
-    """See the module.
+    """vLLM's sampler ``inner`` with a faster way for plain requests (see the module).
 
-    Args:
-        inner: vLLM's sampler.
-        sample: ``fxrl.kernels.sample.fused_sample``.
-        output: ``vllm.v1.worker.gpu.sample.output.SamplerOutput``.
-        logprobs: ``vllm.v1.outputs.LogprobsTensors``.
-        count: ``vllm.v1.worker.gpu.input_batch.get_num_sampled_and_rejected``.
-        default_params: ``vllm.SamplingParams()``.
+    The others are vLLM's ``SamplerOutput``, ``LogprobsTensors``, ``get_num_sampled_and_rejected``
+    and ``SamplingParams()``; ``sample`` is ``fxrl.kernels.sample.fused_sample``.
     """
 
     def __init__(

@@ -75,12 +75,8 @@ def map_tag(
 
 @dataclass(slots=True)
 class Standby:
-    """Release and wake of one engine.
-
-    Args:
-        drain: finishes what vLLM still has in flight (asynchronous scheduling runs ahead).
-        timings: gets ``"release"`` and ``"wake"``, seconds.
-    """
+    """Release and wake of one engine. ``drain`` finishes what vLLM has in flight (asynchronous
+    scheduling runs ahead); ``timings`` gets the seconds of ``"release"`` and ``"wake"``."""
 
     llm: Any
     way: Way
@@ -107,11 +103,8 @@ class Standby:
         self.ledger.released(before, self.kv_bytes, frees=self.way != "calls only")
 
     def wake(self) -> None:
-        """Maps the KV cache, repairs what vLLM keeps about it, resumes the scheduler.
-
-        Raises:
-            WakeError: the memory is not there; nothing has changed.
-        """
+        """Map the KV cache, repair what vLLM keeps about it, resume the scheduler. Raises
+        ``WakeError``, with nothing changed, if the memory is not there."""
         start = time.perf_counter()
         if self.way != "calls only":
             self._make_room()

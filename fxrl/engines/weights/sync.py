@@ -53,7 +53,7 @@ class RouteError(EngineError):
 
 
 class Served(Protocol):
-    """What is needed of the engine."""
+    """The methods of an engine that ``WeightSync`` needs."""
 
     @property
     def takes_adapters(self) -> str:
@@ -69,18 +69,8 @@ class Served(Protocol):
 
 
 class WeightSync:
-    """Hands the trainer's weights over to one engine.
-
-    Args:
-        engine: the engine's side.
-        timings: gets ``"fold"``, ``"restore"``, ``"sync"``, seconds.
-
-    Attributes:
-        way: ``"shared"``, ``"mirror"``, ``"fold"``, ``"slots"``, ``"copy"``, or ``"own"`` as long
-            as nothing is attached and the engine serves the checkpoint it has loaded. With
-            ``"slots"`` requests have to name the adapter.
-        reason: why that way.
-    """
+    """Hands the trainer's weights over to one engine; ``timings`` gets the seconds of ``"fold"``,
+    ``"restore"`` and ``"sync"``."""
 
     def __init__(self, engine: Served, timings: dict[str, float]) -> None:
         self._engine, self._timings = engine, timings
@@ -91,6 +81,8 @@ class WeightSync:
         self._fold: Fold | None = None
         self._sites: tuple[LoraSite, ...] = ()
         self._unsent: nn.Module | None = None  # whose values the engine has not got yet
+        # "shared", "mirror", "fold", "slots" (requests must name the adapter), "copy", or "own"
+        # while nothing is attached: the engine then serves the checkpoint that it has loaded.
         self.way: str = "own"
         self.reason = "no model is attached"
 
@@ -101,12 +93,9 @@ class WeightSync:
         copied: Collection[str] = (),
         mirrors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """``model`` is made of the engine's weights; it is what is served unless wrapped.
-
-        Args:
-            copied: names of its parameters that have a storage of their own after all.
-            mirrors: for some of these, the engine's tensor to write their values into.
-        """
+        """``model`` is made of the engine's weights, and is what the engine serves until another is
+        attached. Its parameters ``copied`` have storages of their own; ``mirrors`` are, for some of
+        these, the engine's tensors to write their values into."""
         self._shared, self._copied = model, frozenset(copied)
         self._mirrors = dict(mirrors or {})
         self._model, self._fold, self._sites = model, None, ()
@@ -193,11 +182,8 @@ class WeightSync:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """The time of a ``generate``: the adapter is in the weights or the slots.
-
-        Raises:
-            RestoreError: the weights did not come back; the run must end.
-        """
+        """Around a ``generate``: the adapter is in the weights or the slots. A ``RestoreError``, if
+        the weights did not come back, must end the run."""
         self._bring()
         if self._fold is None:
             yield
@@ -236,7 +222,7 @@ class WeightSync:
 
 
 def _why_not(check: Callable[[], object]) -> str:
-    """What ``check`` refuses, in words."""
+    """The reason why ``check`` refuses the adapter; empty if it does not."""
     try:
         check()
     except AdapterError as error:

@@ -199,13 +199,8 @@ class RowTile:
         return self.call.partial(self.count)[0, blocks].sum(0)
 
     def finish(self, product: Tensor, names: tuple[str, ...], vectors: Tensor) -> None:
-        """The ``vectors [K, N, H]`` of the values ``names`` at this tile's rows.
-
-        Args:
-            product: ``[R, H]`` float32, sum over v != y of 2^(t_v - shift) W_v.
-            names: of "logprob" and "lse", in the order of ``vectors``.
-            vectors: in the weight's dtype.
-        """
+        """The ``vectors [K, N, H]`` of ``names`` ("logprob", "lse", in that order) at this tile's
+        rows, from ``product [R, H]``: in float32 the sum over v != y of 2^(t_v - shift) W_v."""
         call, weight = self.call, self.call.head.weight
         _, all_rows, width = vectors.shape
         block = min(1024, triton.next_power_of_2(width))

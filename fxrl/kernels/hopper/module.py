@@ -95,11 +95,8 @@ def kernel(mode: int, bias: bool, cap: bool, moments: bool, weighted: bool, devi
 
 
 def loaded(name: str, defines: dict[str, int], device: int, shared: int) -> Any:
-    """The kernel ``name`` of ``name.cu``, compiled with these constants, on ``device``.
-
-    Args:
-        shared: bytes of shared memory that a block of it takes.
-    """
+    """The kernel ``name`` of ``name.cu``, compiled with these constants, on ``device``; a block of
+    it takes ``shared`` bytes of shared memory."""
     from cuda.bindings import driver
 
     cubin = _cubin(name, tuple(f"-D{key}={int(value)}" for key, value in defines.items()))
@@ -120,14 +117,11 @@ def launch(
     out: Tensor | None,
     arguments: Arguments,
 ) -> None:
-    """Runs ``function`` on the current stream, as many clusters as the device has room for.
+    """Runs ``function`` (of ``kernel(mode)``) on the current stream, as many clusters as there is
+    room for on the device.
 
-    Args:
-        function: what ``kernel`` returned for ``mode``.
-        mode: ``STATISTICS``, ``EXPONENTIALS`` or ``GRADIENT``.
-        hidden: ``[R, H]`` bf16, rows 16 bytes aligned.
-        weight: ``[V, H]`` bf16, rows 16 bytes aligned.
-        out: ``[R, C]`` bf16, rows 16 bytes aligned; None for ``STATISTICS``.
+    ``hidden [R, H]``, ``weight [V, H]`` and ``out [R, C]`` are bf16 with rows aligned to 16 bytes;
+    ``out`` is None for ``STATISTICS``.
     """
     maps = [
         tensor_map(hidden, TILE_ROWS),

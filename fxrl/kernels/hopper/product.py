@@ -48,10 +48,8 @@ def product(
 ) -> Tensor:
     """``(a * scale_a) (b * scale_b)^T + left right^T`` in bf16, rounded once.
 
-    Args:
-        a, scale_a: e4m3 [M, K] and float32 [M, 1], contiguous.
-        b, scale_b: e4m3 [N, K] and float32 [N, 1], contiguous; None stands for ones.
-        left, right: bf16 [M, R] and [N, R].
+    ``a`` [M, K] and ``b`` [N, K] are e4m3 with float32 scales [M, 1] and [N, 1], contiguous (no
+    ``scale_b`` stands for ones); ``left`` [M, R] and ``right`` [N, R] are bf16.
     """
     (rows, depth), columns = a.shape, b.shape[0]
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=a.device)

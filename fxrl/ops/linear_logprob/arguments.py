@@ -43,7 +43,7 @@ class LossHead(NamedTuple):
 
     @property
     def trained(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What can have a gradient, in the order in which a backward returns them."""
+        """The tensors that can have a gradient, in the order in which a backward returns them."""
         return self.hidden, self.weight, self.bias, self.temperature
 
     @property
@@ -52,7 +52,8 @@ class LossHead(NamedTuple):
         return accumulation_dtype(self.hidden.dtype)
 
     def on_one_device(self) -> LossHead:
-        """As everywhere in PyTorch, a temperature that is one number may stay on the CPU."""
+        """Move a temperature that is a single number from the CPU, where it may stay as everywhere
+        in PyTorch."""
         if self.temperature is None or self.temperature.dim():
             return self
         return self._replace(temperature=self.temperature.to(self.hidden.device))
@@ -235,7 +236,7 @@ class BackwardArguments:
 
     @property
     def wants(self) -> tuple[bool, bool, bool, bool]:
-        """Of what ``LossHead.trained`` names, which gradients are wanted."""
+        """Which gradients are wanted, in the order of ``LossHead.trained``."""
         return self.want_hidden, self.want_weight, self.want_bias, self.want_temperature
 
     def live_rows(self) -> Tensor:

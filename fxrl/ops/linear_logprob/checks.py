@@ -37,7 +37,8 @@ def checked_names(argument: str, text: str, allowed: Collection[str]) -> set[str
 
 
 def asked_outputs(outputs: str, grad_outputs: str | None) -> tuple[set[str], set[str]]:
-    """What is asked for, and what of it has gradients: all that can, if nobody says."""
+    """The outputs that are asked for, and those of them with a gradient: by default all that can
+    have one."""
     wanted = checked_names("outputs", outputs, OUTPUTS)
     if grad_outputs is None:
         return wanted, wanted & {*DIFFERENTIABLE}

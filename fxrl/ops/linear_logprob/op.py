@@ -111,11 +111,8 @@ def linear_logprob(
     **options: Any,
 ) -> LinearLogprobOutput:
     """The op with lists of names instead of text; ``options`` are the others of ``LossHead``.
-
-    Raises:
-        LinearLogprobError: shapes, dtypes or names do not fit.
-        TargetError: on the CPU, an unmasked target is outside ``[0, V)``.
-    """
+    Raises ``LinearLogprobError`` for shapes, dtypes or names that do not fit, and on the CPU
+    ``TargetError`` for an unmasked target outside ``[0, V)``."""
     options["outputs"] = ",".join(outputs)
     options["grad_outputs"] = None if grad_outputs is None else ",".join(grad_outputs)
     made = torch.ops.fxrl.linear_logprob.default(hidden, weight, target, **options)
@@ -346,12 +343,8 @@ def keep_vectors(
     values: Sequence[Tensor | None],
     want_temperature: bool,
 ) -> None:
-    """What ``scaled_vectors`` reads.
-
-    Args:
-        vectors: ``[K, N, H]``; None if hidden has no gradient.
-        values: ``RowValues``, entropy among them for a temperature's gradient.
-    """
+    """Save what ``scaled_vectors`` reads: ``vectors`` [K, N, H] (None if hidden has no gradient),
+    and for a temperature's gradient the ``RowValues``, entropy included."""
     ctx.hidden_dtype = head.hidden.dtype
     factors = (*values[:3], head.temperature) if want_temperature else (None,) * 4
     ctx.save_for_backward(vectors, *factors)
@@ -360,11 +353,8 @@ def keep_vectors(
 def scaled_vectors(
     ctx: Any, grads: Sequence[Tensor | None], made: list[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The backward of an op whose forward made the gradient.
-
-    Args:
-        made: None for each of the op's arguments, which begin with ``LossHead``'s.
-    """
+    """The backward of an op whose forward made the gradient. ``made`` has None for each argument of
+    the op; its arguments begin with those of ``LossHead``."""
     if (stacked := _stacked(ctx, grads)) is not None:
         hidden, _, _, temperature = _PLACES
         made[hidden], made[temperature] = with_room(

@@ -33,13 +33,11 @@ DIGEST = {"digest": True}
 
 
 class Table:
-    """A table of the file: a frozen dataclass whose ranges stand in its types.
+    """A table of the file: a frozen dataclass whose types carry the ranges of its fields.
 
-    ``steps: Annotated[int, at_least(1)] = 100``; what else must hold is said by ``problems``.
-    ``None`` is in every range.
-
-    Raises:
-        ConfigError: values that do not fit, a line each (``bind`` splits them again).
+    ``steps: Annotated[int, at_least(1)] = 100``; other conditions are checked by ``problems``.
+    ``None`` is in every range. Raises ``ConfigError`` with a line per unfit value (``bind`` splits
+    them again).
     """
 
     __slots__ = ()
@@ -95,7 +93,7 @@ def above(low: float) -> Check:
 
 
 def within(low: float, high: float) -> Check:
-    """In [``low``, ``high``]."""
+    """From ``low`` to ``high``, both included."""
     words = f"is outside [{low:g}, {high:g}]"
     return Check(lambda v: None if low <= v <= high else words, {"minimum": low, "maximum": high})
 

@@ -17,14 +17,12 @@ from fxrl.rl.errors import BadConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads and checks everything that can be checked before a model or dataset is loaded.
+    """Read a TOML file and check everything that can be checked before a model or dataset is
+    loaded.
 
-    Args:
-        overrides: ``"optim.lr=1e-5"``; values as in TOML, bare words are texts, ``none`` is None.
-
-    Raises:
-        BadConfigError: lists every unknown key with the nearest right name, every value of the
-            wrong type or out of range, and every missing key.
+    ``overrides`` such as ``"optim.lr=1e-5"`` have values as in TOML; bare words are texts, ``none``
+    is None. Raises ``BadConfigError`` with every unknown key (and the nearest right name), every
+    value of a wrong type or out of range, and every missing key.
     """
     path = Path(path)
     problems: list[str] = []
@@ -36,12 +34,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def config_of(
     table: Mapping[str, Any], source: str, run_dir: str, problems: Sequence[str] = ()
 ) -> TrainConfig:
-    """The configuration that nested tables say.
-
-    Args:
-        source: what the tables come from, for messages.
-        run_dir: where none is given.
-    """
+    """The configuration that nested tables describe. ``source`` names their origin in messages;
+    ``run_dir`` is used if they give none."""
     problems = list(problems)
     config = bind(TrainConfig, table, problems)
     if {"steps", "epochs"} <= table.keys():

@@ -27,13 +27,9 @@ def wrong_keywords(
     table: str = "",
     keys: Sequence[str] = (),
 ) -> list[str]:
-    """One line for each key of ``given`` that ``function`` does not take.
-
-    Args:
-        besides: of its keywords, those that are not the user's to give.
-        table: where the keys stand, such as ``optim``.
-        keys: that the table has besides the function's keywords.
-    """
+    """A line for each key of ``given`` that ``function`` does not take, or that is in ``besides``,
+    not the user's to give. ``table`` is where the keys stand, such as ``optim``, and ``keys`` are
+    further ones that the table has."""
     if (takes := accepted(function)) is None:
         return []
     known = [name for name in takes if name not in besides]
@@ -89,11 +85,8 @@ def make_optimizer(
     options: Mapping[str, Any],
     wrapper: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer ``name`` with its keywords; TOML's lists are tuples there.
-
-    Args:
-        wrapper: gets the optimizer's class behind the parameters, and makes what is returned.
-    """
+    """The optimizer ``name`` with its keywords; TOML's lists become tuples. A ``wrapper`` is called
+    with the parameters and the optimizer's class, and makes the result."""
     keywords = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     make: Callable[..., torch.optim.Optimizer] = optimizer_class(name)
     try:

@@ -141,7 +141,8 @@ class ModelConfig(Table):
 
     @property
     def trained_dtypes(self) -> set[torch.dtype]:
-        """Of what is trained: PEFT keeps adapters on weights of half precision in float32."""
+        """Dtypes of the trained weights; PEFT keeps adapters on weights of half precision in
+        float32."""
         if self.lora is None and isinstance(self.id, nn.Module):
             return {p.dtype for p in self.id.parameters() if p.requires_grad}
         dtype: torch.dtype = getattr(torch, self.dtype, torch.float32)  # settle's, for "auto"
@@ -718,7 +719,7 @@ class TrainConfig(Table):
         return self.loss_info().reads if self.data.form == "auto" else self.data.form
 
     def settled(self) -> TrainConfig:
-        """With the advantages that the loss wants where nothing else is said."""
+        """This configuration with the loss's own advantages if it names none."""
         known = self.advantages is not None and self.scale_rewards is not None
         info = self.loss_info()
         if known or self.form != "prompts" or info.critic is not None:

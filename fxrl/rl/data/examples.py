@@ -46,11 +46,7 @@ Part = str | list[Message]
 
 
 class ExampleBuilder:
-    """Makes units of the data's rows.
-
-    Args:
-        form: a key of ``FORMS``.
-    """
+    """Makes units of the data's rows; ``form`` is a key of ``FORMS``."""
 
     def __init__(self, config: DataConfig, form: str, prompt: str, tokenizer: Any) -> None:
         self.config, self.form, self.tokenizer = config, form, tokenizer

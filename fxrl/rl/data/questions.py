@@ -28,18 +28,13 @@ DEFAULT_GYM_SIZE = 1000
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """The rows, the name of the prompt column, and reasoning-gym's judge if they are its.
-
-    Attributes:
-        places: where each row stands, such as ``questions.jsonl:7``.
-        score: ``score(answer_text, row) -> float``; ``None`` for files and datasets.
-        environment: that plays and judges them; ``None`` but for ``data.verifiers``.
-    """
+    """Rows of a data source, and what the source knows about judging them."""
 
     rows: tuple[Row, ...]
-    prompt: str
-    places: tuple[str, ...]
-    score: Callable[[str, Row], float] | None = None
+    prompt: str  # the name of the prompt's column
+    places: tuple[str, ...]  # where each row stands, such as ``questions.jsonl:7``
+    score: Callable[[str, Row], float] | None = None  # reasoning-gym's ``score(answer, row)``
+    # Of ``data.verifiers``: plays and judges the rows.
     environment: Environment | None = None
 
 
@@ -54,15 +49,9 @@ class Split:
 
 
 def read_source(config: DataConfig, *, prompts: bool = True) -> RowSource:
-    """Reads what ``[data]`` names.
-
-    Args:
-        prompts: one row at least must have the prompt's column.
-
-    Raises:
-        DataError: it cannot be read, is empty, or lacks the prompt column.
-        MissingPackageError: datasets or reasoning-gym is not installed.
-    """
+    """Read what ``[data]`` names; if ``prompts``, at least one row must have the prompt's column.
+    Raises ``DataError`` if it cannot be read, is empty or lacks that column,
+    ``MissingPackageError`` without datasets or reasoning-gym."""
     if config.reasoning_gym is not None:
         return _reasoning_gym(config, config.reasoning_gym)
     environment = None
@@ -378,12 +367,9 @@ class ChatTemplate:
 
 
 class PromptBuilder:
-    """Makes prompts and their token ids; ``shots`` are solved rows that go before each prompt.
-
-    Raises:
-        DataError: ``chat`` is on and the tokenizer has no chat template, or one that does not read
-            ``chat_template_kwargs``.
-    """
+    """Makes prompts and their token ids; ``shots`` are solved rows that precede each prompt. Raises
+    ``DataError`` if ``chat`` is on and the tokenizer has no chat template, or one that does not
+    read ``chat_template_kwargs``."""
 
     def __init__(
         self, config: DataConfig, column: str, shots: Sequence[Row], tokenizer: Any

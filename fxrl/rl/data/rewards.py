@@ -72,11 +72,8 @@ class Background(Generic[T]):
             self._error = error
 
     def result(self, seconds: float | None = None) -> T:
-        """What the function returned; what it raised is raised here.
-
-        Raises:
-            TimeLimitError: it has not come back after ``seconds``.
-        """
+        """What the function returned, or raised. Raises ``TimeLimitError`` if it is still running
+        after ``seconds``."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             assert seconds is not None
@@ -92,7 +89,7 @@ class Background(Generic[T]):
 
 
 def stack_of(thread: threading.Thread) -> str:
-    """Where it is now, the innermost calls; empty where it is over."""
+    """The innermost calls that a thread is in; empty if it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
 
@@ -129,12 +126,8 @@ class Reward:
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
     def __call__(self, num: int, arguments: Mapping[str, Any]) -> list[float | None]:
-        """``num`` values.
-
-        Raises:
-            RewardError: the function raised or hung (after all retries, and where that stops the
-                run), or returned something else.
-        """
+        """``num`` values. Raises ``RewardError`` if the function raised or hung (after all retries,
+        and if that stops the run), or returned something else."""
         tries = self.retries + 1
         for left in reversed(range(tries)):
             try:
@@ -216,11 +209,8 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 def call_all(
     rewards: Sequence[Reward], num: int, arguments: Mapping[str, Any]
 ) -> dict[str, list[float | None]]:
-    """Every function's values; async ones run beside each other and beside the others.
-
-    Raises:
-        RewardError: see ``Reward``.
-    """
+    """Values of all functions; async ones run concurrently with each other and with the others.
+    Raises ``RewardError`` as ``Reward`` does."""
     waiting = {
         reward.name: Background(
             lambda reward=reward: reward(num, arguments),  # type: ignore[misc]
@@ -239,11 +229,8 @@ LARGEST = 1e100
 
 
 def _checked(values: Any, num: int) -> list[float | None]:
-    """``num`` floats or ``None``.
-
-    Raises:
-        ValueError: ``values`` is something else; the message begins with what.
-    """
+    """``values`` as ``num`` floats or ``None``. Raises ``ValueError``, beginning with what they
+    are, if they are something else."""
     if hasattr(values, "tolist"):  # a tensor or an array
         values = values.tolist()
     if not isinstance(values, list | tuple):

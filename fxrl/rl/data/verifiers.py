@@ -35,12 +35,9 @@ class Environment:
 
     @classmethod
     def load(cls, given: Mapping[str, Any] | str, size: int | None) -> Environment:
-        """Loads it, and its tasks, ``size`` at most.
-
-        Args:
-            given: verifiers' table ``env``; or a taskset's name, which is then played on this
-                machine by its own harness, or else by verifiers' chat loop, ``null``.
-        """
+        """Load an environment and at most ``size`` of its tasks. ``given`` is verifiers' table
+        ``env``, or the name of a taskset, which is then played on this machine by its own harness
+        or by verifiers' chat loop, ``null``."""
         what = f"data.verifiers={shown(given)}"
         api = optional("verifiers.v1", what, "[verifiers]")
         version = optional("verifiers", what).__version__

@@ -21,16 +21,11 @@ from fxrl.rl.types import Batch, Metrics
 def add_advantages(
     batches: Sequence[Batch], critic: Critic, ranks: Ranks, sharing: int = 1
 ) -> Metrics:
-    """Puts ``advantages``, whitened, and ``returns`` into micro-batches, [B, C] each.
+    """Puts ``advantages``, whitened, and ``returns`` [B, C] into this rank's micro-batches, which
+    have ``rewards`` [B] (they go), ``values`` and ``old_logps`` [B, C]; all ranks call it.
 
-    Args:
-        batches: this rank's, with ``rewards`` [B], which go, and ``values`` and ``old_logps``
-            [B, C]; all ranks call it.
-        sharing: consecutive ranks that have the same batches.
-
-    Returns:
-        ``explained_variance``, 1 - Var(R - V) / Var(R) of the values as they were scored, and
-        ``kl``, the mean of what ``kl_coef`` weighs, where it does.
+    Of ``sharing`` consecutive ranks each has the same batches. Returns ``explained_variance``, 1 -
+    Var(R - V) / Var(R) of the values as they were scored, and with ``kl_coef`` the mean ``kl``.
     """
     for batch in batches:
         mask = batch["completion_mask"]

@@ -39,17 +39,12 @@ OVERHEAD = 16
 def plan_micro_batches(
     lengths: Sequence[tuple[int, int]], max_tokens: int
 ) -> list[tuple[int, ...]]:
-    """Groups rows of like length so that rows * longest row stays within ``max_tokens``.
+    """Groups rows, given as (prompt, completion) tokens, so that rows * longest row stays within
+    ``max_tokens``; returns the numbers of the rows in each group.
 
     A single row that is longer than that gets a micro-batch of its own. Longest first, so that a
     lack of memory shows at once. Rows are ordered by length (and then by the prompt's, which keeps
     the head's work small), and cut where padding plus a charge per micro-batch is least.
-
-    Args:
-        lengths: (prompt, completion) tokens of each row.
-
-    Returns:
-        Row numbers; every row once.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), lengths[i][0], i))
     widths = np.array([sum(lengths[i]) for i in order], dtype=np.int64)
@@ -201,12 +196,8 @@ class Share(NamedTuple):
 def micro_batch_weights(
     over: Over, batches: Sequence[Batch], ranks: Ranks, sharing: int = 1
 ) -> tuple[list[float], list[Share]]:
-    """What each micro-batch's loss is multiplied by, and its share of the step of all ranks.
-
-    Args:
-        batches: this rank's; all ranks call it.
-        sharing: consecutive ranks that have the same batches.
-    """
+    """The factor of each of this rank's micro-batches' losses, and its share of the step of all
+    ranks, which all call this. ``sharing`` consecutive ranks have the same micro-batches."""
     rows = [batch["input_ids"].shape[0] for batch in batches]
     counts = [batch["completion_mask"].sum() for batch in batches]
     # One wait for the device, not one a batch.

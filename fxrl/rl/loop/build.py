@@ -67,25 +67,16 @@ from fxrl.rl.types import Batch, Row, Source
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What needs no model.
-
-    Attributes:
-        builder: makes their prompts.
-        longest: tokens of the longest prompt, or what prompts may grow to.
-        fingerprints: of the data, the rewards, the loss and the tools, by name.
-        conversation: plays the rollouts, where there are tools.
-        environment: of verifiers, which does.
-        grow: a harness, or ``reset``, may make prompts longer.
-    """
+    """Data and rewards of a run that draws completions; no model is needed for them."""
 
     split: Split
     rewards: list[Reward]
     builder: PromptBuilder
-    longest: int
-    fingerprints: Mapping[str, str]
-    conversation: Conversation | None = None
-    environment: Environment | None = None
-    grow: bool = False
+    longest: int  # tokens of the longest prompt, or the limit if prompts may grow
+    fingerprints: Mapping[str, str]  # of the data, the rewards, the loss and the tools, by name
+    conversation: Conversation | None = None  # plays the rollouts, if there are tools
+    environment: Environment | None = None  # of verifiers, which then plays the rollouts
+    grow: bool = False  # an environment may extend prompts
 
     @property
     def tokenizer(self) -> Any:
@@ -109,21 +100,7 @@ class Questions:
 
 @dataclass(slots=True)
 class RunParts:
-    """A run's parts, ready for the loop.
-
-    Attributes:
-        updater: makes the updates; ``updater.step`` is the train step.
-        judge: the loss in eval mode, without gradient.
-        old_policy: scores completions before the first of several updates; else ``None``.
-        critic: does so before any update, and gives the values of their tokens with that, where the
-            loss reads some.
-        reference: scores them under the reference policy; ``None`` without a KL, and where that is
-            done for all rows (``fxrl.rl.loop.precomputed``).
-        mismatched: scores prompts with each other's answers, where the loss wants their KL.
-        probe: scores some of them for the drift, where the loss does not measure it.
-        fingerprints: of the questions, and of model and tokenizer as they are before training.
-        ranks: that run the same parts, each in a process of its own.
-    """
+    """A run's parts, ready for the loop."""
 
     model: nn.Module
     teacher: nn.Module | None
@@ -132,16 +109,19 @@ class RunParts:
     data: Questions | Examples
     source: Source
     stream: PromptStream
-    updater: Updater
-    judge: Callable[[Batch], Any]
-    old_policy: Callable[[Batch], torch.Tensor] | None
+    updater: Updater  # ``updater.step`` is the train step
+    judge: Callable[[Batch], Any]  # the loss in eval mode, without gradient
+    # Scorers: log-probabilities [B, C] of a micro-batch's completions; None if nothing reads them.
+    old_policy: Callable[[Batch], torch.Tensor] | None  # before the first of several updates
+    # The same for a loss with a value head, which also reads the values.
     critic: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]] | None
+    # Under the reference policy; None too if all rows were scored before the first step.
     reference: Callable[[Batch], torch.Tensor] | None
-    mismatched: Callable[[Batch], torch.Tensor] | None
-    probe: Callable[[Batch], torch.Tensor] | None
+    mismatched: Callable[[Batch], torch.Tensor] | None  # of prompts with each other's answers
+    probe: Callable[[Batch], torch.Tensor] | None  # of a sample, to measure the drift
     stage: Stage
     events: Events
-    fingerprints: Mapping[str, str]
+    fingerprints: Mapping[str, str]  # of the data, and of model and tokenizer before training
     ranks: Ranks
 
 
@@ -157,12 +137,8 @@ Usable = Callable[[Sequence[Row], Callable[[Row], object]], list[Row]]
 
 
 def read_data(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions | Examples:
-    """Reads and checks what the run is trained on; loads no model.
-
-    Raises:
-        DataError: the data does not fit the configuration.
-        BadConfigError: ``eval.reward`` names no reward.
-    """
+    """Read and check the data; loads no model. Raises ``DataError`` if it does not fit the
+    configuration, ``BadConfigError`` if ``eval.reward`` names no reward."""
     read = read_examples if config.form in FORMS else read_questions
     return read(config, tokenizer, tell)
 
@@ -226,7 +202,7 @@ def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
 
 
 def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[RowSource, RowSource | None]:
-    """Those of ``[data]``, and of ``[eval]`` where it has a source of its own."""
+    """The rows of ``[data]``, and those of ``[eval]`` if it has a source of its own."""
     own = config.eval.source(config.data)
     source = read_source(config.data, prompts=prompts)
     return source, None if own is None else read_source(own, prompts=prompts)
@@ -301,13 +277,9 @@ def build_parts(
     callbacks: Sequence[object] = (),
     ranks: Ranks | None = None,
 ) -> RunParts:
-    """Loads the model and wires the run together.
-
-    Raises:
-        ModelError, FetchError: no such model.
-        ConfigError: something does not go together with this model.
-        EngineError: vLLM is not installed, or cannot be built; the message has the cure.
-    """
+    """Load the model and wire the run together. Raises ``ModelError`` or ``FetchError`` if there is
+    no such model, ``ConfigError`` if something does not fit it, ``EngineError`` if vLLM is missing
+    or cannot be built."""
     ranks = ranks or Ranks()
     spec = _engine_spec(config, data, run_dir, reporter, ranks)
     teacher = _teacher(config, data.tokenizer, spec.device, reporter.stage)
@@ -496,11 +468,8 @@ def _updater(
 def _teacher(
     config: TrainConfig, tokenizer: Any, device: torch.device, stage: Stage
 ) -> nn.Module | None:
-    """The model of ``[teacher]``, frozen.
-
-    Raises:
-        ModelError, FetchError: there is no such model, or it has another vocabulary.
-    """
+    """The frozen model of ``[teacher]``. Raises ``ModelError`` or ``FetchError`` if there is no
+    such model, or it has another vocabulary."""
     wanted = config.teacher
     if wanted is None:
         return None
@@ -543,7 +512,7 @@ def _is_only_here(wanted: ModelConfig) -> bool:
 
 
 def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
-    """With its adapter, value head and checkpointing, in train mode."""
+    """The model with its adapter, value head and checkpointing, in train mode."""
     wanted = config.model
     head = model._modules.pop(VALUE_HEAD, None)  # which an adapter would freeze, or adapt
     if wanted.lora is None and any(isinstance(m, QuantizedLinear) for m in model.modules()):

@@ -107,14 +107,9 @@ def save_checkpoint(
     trainer: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Writes a checkpoint, then deletes all but the newest ``keep`` of its branch.
-
-    Args:
-        parent: the checkpoint that training went on from, see ``store.Manifest``.
-
-    Raises:
-        StorageError: it could not be written; older checkpoints are untouched.
-    """
+    """Write a checkpoint, then delete all but the newest ``keep`` of its branch; ``parent`` as in
+    ``store.Manifest``. Raises ``StorageError`` if it could not be written; older checkpoints are
+    then untouched."""
 
     def fill(folder: Path) -> None:
         _save_model(model, tokenizer, folder)
@@ -138,7 +133,8 @@ def _writing(what: str) -> Iterator[None]:
 
 
 def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """As a folder of PEFT or transformers; what that does not hold exactly goes beside it."""
+    """Save a folder that PEFT or transformers loads; what that does not hold exactly goes beside
+    it."""
     own = trainable(model)
     if (config := _adapter(model)) is not None:
         names = _adapter_names(model, own)
@@ -209,18 +205,11 @@ SOUND = "sound"
 
 
 def find_checkpoint(run_dir: Path, resume: str, tell: Tell = lambda text: None) -> Path | None:
-    """The checkpoint to go on from, every byte of it checked.
+    """The checkpoint to resume from, checked byte by byte; ``None`` if ``run_dir`` has none yet.
 
-    Args:
-        resume: an empty text for the last one of ``run_dir``; ``SOUND`` for the last that is
-            sound; else a checkpoint's folder, or a run's.
-        tell: hears which ones ``SOUND`` has passed over, and why.
-
-    Returns:
-        ``None`` where ``run_dir`` has none yet.
-
-    Raises:
-        CheckpointError: it is damaged (named with the newest sound one), or the one named is none.
+    ``resume`` is empty for the last one of ``run_dir``, ``SOUND`` for the last undamaged one
+    (``tell`` hears which were skipped, and why), or the folder of a checkpoint or run. Raises
+    ``CheckpointError`` if it is damaged (naming the newest sound one), or no checkpoint.
     """
     if resume == SOUND:
         found = store.newest_sound(run_dir, tell)
@@ -300,12 +289,9 @@ def check_same_run(path: Path, saved: Mapping[str, Any], present: Mapping[str, A
 
 
 def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restores the trainable parameters in place.
-
-    Returns:
-        The ``optimizer`` and ``state`` mappings given to ``save_checkpoint``; their tensors are
-        read from the disk when they are used, so a rank reads its part of the optimizer's states.
-    """
+    """Restore the trainable parameters in place. Returns the ``optimizer`` and ``state`` mappings
+    given to ``save_checkpoint``; their tensors are read from disk when they are used, so that a
+    rank reads only its part of the optimizer's states."""
     own = trainable(model)
     weights = _read_weights(path, model)
     if wrong := sorted(own.keys() - weights.keys()):
@@ -324,8 +310,8 @@ def load_checkpoint(path: Path, model: nn.Module) -> tuple[dict[str, Any], dict[
 
 @contextmanager
 def restoring(path: Path, what: str) -> Iterator[None]:
-    """Around the use of a part of a checkpoint, which may hold anything: whatever is raised becomes
-    a ``CheckpointError`` that names the part."""
+    """Around the use of a part of a checkpoint, which may hold anything: every exception becomes a
+    ``CheckpointError`` that names the part."""
     try:
         yield
     # Neither safetensors nor pickle nor what takes a state has a common error class for it.

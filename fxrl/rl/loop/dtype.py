@@ -32,14 +32,11 @@ def settle(
     saved: Mapping[str, Any] | None,
     tell: Tell,
 ) -> ModelConfig:
-    """``model`` with a dtype for ``auto``; a dtype that is given stands.
+    """``model`` with ``auto`` replaced by a dtype; a given dtype stands.
 
-    Frozen weights, under an adapter, are stored in what the device multiplies fastest. Weights that
-    are trained stay float32, and only their products are made in it.
-
-    Args:
-        device: where it goes; a GPU takes bfloat16 unasked.
-        saved: ``[model]`` of the run that is resumed, which goes on as it began.
+    Frozen weights, under an adapter, are stored in the dtype that the device multiplies fastest.
+    Trained weights stay float32, and only their products are computed in it. A GPU takes bfloat16
+    without a measurement; a resumed run keeps the dtype of ``saved``, its ``[model]``.
     """
     if model.dtype != "auto":
         if torch.bfloat16 in model.trained_dtypes:

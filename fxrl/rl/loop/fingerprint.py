@@ -88,7 +88,7 @@ def _add_used(names: Mapping[str, Any], folder: Path, files: set[Path]) -> None:
 
 
 def of_models(model: nn.Module, tokenizer: Any, teacher: nn.Module | None) -> dict[str, str]:
-    """Each that there is, by name."""
+    """Fingerprints of all models and the tokenizer, by name."""
     found = {"base model": of_weights(model), "tokenizer": of_tokenizer(tokenizer)}
     return found if teacher is None else found | {"teacher": of_weights(teacher)}
 
@@ -101,8 +101,8 @@ def of_weights(model: nn.Module) -> str:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By name; one that ranks share out is brought together, and gone when the next is asked for:
-    so its model is known on any number of ranks."""
+    """Weights by name. One that is distributed over ranks is gathered, and freed when the next is
+    asked for, so that the fingerprint does not depend on the number of ranks."""
     known: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, Sharded) and id(module.part) not in known:

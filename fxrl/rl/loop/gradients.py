@@ -52,13 +52,9 @@ class _Bucket:
 
 
 class GradientSum:
-    """Adds the gradients of ``parameters`` up over ``ranks``.
-
-    Args:
-        early: begin while the last backward runs, if they are an adapter's: within
-            ``BUCKET_BYTES``.
-        sharing: consecutive ranks that have the same gradients, which count once.
-    """
+    """Sums the gradients of ``parameters`` over ``ranks``; with ``early``, already during the last
+    backward if they are an adapter's (at most ``BUCKET_BYTES``). ``sharing`` consecutive ranks have
+    the same gradients, which count once."""
 
     def __init__(
         self,
@@ -78,7 +74,7 @@ class GradientSum:
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Around a step's last backward on this rank."""
+        """Around the last backward of a step on this rank."""
         if not self._buckets:
             yield
             return

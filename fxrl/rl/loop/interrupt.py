@@ -59,12 +59,10 @@ def unwound_by_sigterm() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signal(tell: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
-    """Yields the request; the former handlers come back at the end.
+    """Yield a request that a signal fills in; the former handlers come back at the end. ``tell`` is
+    called with the first signal's name, on another thread.
 
-    Signals reach only the main thread of Python, so elsewhere the request just stays empty.
-
-    Args:
-        tell: is called with the first signal's name, by another thread.
+    Python delivers signals to its main thread only; on other threads the request stays empty.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

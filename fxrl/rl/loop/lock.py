@@ -35,14 +35,11 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 @contextlib.contextmanager
 def hold(run_dir: Path, tell: Tell) -> Iterator[None]:
-    """Holds the lock of ``run_dir``, which is made; a folder that stays empty goes again.
+    """Hold the lock of ``run_dir``, which is created; if it stays empty it is removed again.
+    ``tell`` hears if the file system has no locks; the run then goes on without.
 
-    Args:
-        tell: hears of a file system that has no locks; the run goes on without.
-
-    Raises:
-        RunInUseError: another process, or another run of this one, holds it.
-        StorageError: the folder cannot be written.
+    Raises ``RunInUseError`` if another process, or another run of this one, holds it,
+    ``StorageError`` if the folder cannot be written.
     """
     made = not run_dir.exists()
     try_to_write(lambda: make_folder(run_dir), str(run_dir))

@@ -35,12 +35,11 @@ FILE = "ref_log_probs.safetensors"
 
 
 def precompute(config: TrainConfig, parts: RunParts, run_dir: Path, reporter: Reporter) -> None:
-    """Gives the rows of ``parts`` their ``ref_logps``, and takes the reference away where nothing
-    else asks it. All ranks call it, while the weights are those that training starts from.
+    """Give the rows of ``parts`` their ``ref_logps``, and drop the reference if nothing else needs
+    it. All ranks call it, while the weights are still those that training starts from.
 
-    Raises:
-        CheckpointError: the file in ``run_dir`` is damaged, or of another model or other rows.
-        OSError: it cannot be written.
+    Raises ``CheckpointError`` if the file in ``run_dir`` is damaged or belongs to another model or
+    other rows, ``OSError`` if it cannot be written.
     """
     data, path = parts.data, run_dir / FILE
     assert isinstance(data, Examples)
@@ -76,7 +75,7 @@ def _units(data: Examples) -> tuple[Unit, ...]:
 
 
 def _scored(config: TrainConfig, parts: RunParts, say: Say) -> Tensor:
-    """Of all rows behind each other, one for each token of a completion."""
+    """Log-probabilities of all rows, concatenated, one per token of a completion."""
     data = parts.data
     assert isinstance(data, Examples)
     alone, units = dataclasses.replace(parts, mismatched=None), _units(data)

@@ -72,19 +72,12 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a run came to.
+    """What a run came to."""
 
-    Attributes:
-        exit_code: 0, or a signal's that stopped it.
-        summary: as in ``summary.json``; of a run that was stopped, up to there.
-        model: trained.
-        tokenizer: its own.
-    """
-
-    exit_code: int
-    summary: dict[str, Any]
-    model: nn.Module
-    tokenizer: Any
+    exit_code: int  # 0, or a signal's that stopped it
+    summary: dict[str, Any]  # as in ``summary.json``; of a run that was stopped, up to there
+    model: nn.Module  # trained
+    tokenizer: Any  # its own
 
 
 @contextmanager
@@ -96,11 +89,8 @@ def prepare(
     callbacks: tuple[object, ...] = (),
     tokenizer: Any = None,
 ) -> Iterator[Task]:
-    """Reads checkpoint, tokenizer and data; loads no model. Holds ``run_dir`` while it is open.
-
-    Raises:
-        FxrlError: something in them is wrong, or another run has ``run_dir``.
-    """
+    """Read checkpoint, tokenizer and data, and hold ``run_dir`` while open; loads no model. Raises
+    ``FxrlError`` if something is wrong with them, or another run holds ``run_dir``."""
     tell = reporter.message
     config = config.settled()
     if start.accept_changes and start.resume is None:
@@ -183,7 +173,7 @@ def _tokenizer(model: str, reporter: Reporter) -> Any:
 
 
 def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConfig:
-    """With the steps that ``epochs`` comes to."""
+    """The configuration with the steps that ``epochs`` amounts to."""
     assert config.epochs is not None
     steps = math.ceil(config.epochs * num_questions / config.prompts_per_step)
     tell(
@@ -194,11 +184,8 @@ def _by_epochs(config: TrainConfig, num_questions: int, tell: Tell) -> TrainConf
 
 
 def run(task: Task, reporter: Reporter) -> Outcome:
-    """Trains, and writes everything into the run's folder.
-
-    Raises:
-        FxrlError: it failed; the state is saved where that is possible.
-    """
+    """Train, and write everything into the run's folder. Raises ``FxrlError`` if that fails; the
+    state is saved if possible."""
     config, run_dir = task.config, Path(task.config.run_dir)
     if task.start.overwrite:
         _move_aside(run_dir, reporter.message)
@@ -362,12 +349,8 @@ def _move_aside(run_dir: Path, tell: Tell) -> None:
 
 
 def _check_own(run_dir: Path) -> None:
-    """Raises where fxrl would write into what somebody else has put there.
-
-    Raises:
-        BadConfigError: there is a file.
-        ForeignFileError: there are links in the folder.
-    """
+    """Refuse to write into what somebody else has put there: raises ``BadConfigError`` for a file,
+    ``ForeignFileError`` for links in the folder."""
     if run_dir.is_dir():
         for entry in run_dir.iterdir():
             refuse_links(entry)
@@ -392,12 +375,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def _where_to_start(config: TrainConfig, resume: str | None, tell: Tell) -> Path | None:
-    """The checkpoint to go on from; ``None`` for the beginning.
-
-    Raises:
-        BadConfigError: a new run would overwrite another one.
-        CheckpointError: there is no such checkpoint, or it is damaged.
-    """
+    """The checkpoint to resume from; ``None`` is the beginning. Raises ``BadConfigError`` if a new
+    run would overwrite another, ``CheckpointError`` if there is no such checkpoint or it is
+    damaged."""
     run_dir = Path(config.run_dir)
     if resume is not None:
         found = checkpoint.find_checkpoint(run_dir, resume, tell)

@@ -31,11 +31,8 @@ def can_share(parameters: Sequence[nn.Parameter], ranks: Ranks) -> bool:
 def sharded_optimizer(
     name: str, parameters: Sequence[nn.Parameter], options: Mapping[str, Any], ranks: Ranks
 ) -> torch.optim.Optimizer:
-    """An optimizer of ``torch.optim`` over these parameters, of which each rank has a part.
-
-    Raises:
-        ConfigError: the optimizer refuses its keywords.
-    """
+    """An optimizer of ``torch.optim`` whose states are distributed over the ranks. Raises
+    ``ConfigError`` if it refuses its keywords."""
     # Its module compiles old functional optimizers, which takes a while and warns.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

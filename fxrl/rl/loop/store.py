@@ -37,7 +37,7 @@ _WORK = ".writing-", ".deleting-"
 
 
 class Place(NamedTuple):
-    """Where in a run's history a checkpoint is; what was written later is larger."""
+    """The position of a checkpoint in a run's history; later ones are larger."""
 
     branch: int
     step: int
@@ -59,7 +59,7 @@ def place_of(path: Path) -> Place | None:
 
 
 def list_places(run_dir: Path) -> list[Place]:
-    """Those of the complete checkpoints, the last at the end."""
+    """Places of the complete checkpoints, the last one at the end."""
     folder = run_dir / FOLDER
     names = folder.iterdir() if folder.is_dir() else ()
     return sorted(place for path in names if (place := place_of(path)) is not None)
@@ -72,17 +72,14 @@ def next_branch(run_dir: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``manifest.json``.
-
-    Attributes:
-        parent: the checkpoint that training went on from: its name, or its path if it is of
-            another run; ``None`` where it began.
-        files: SHA-256 digest (hexadecimal) and size [bytes] of every other file.
-    """
+    """``manifest.json``."""
 
     step: int
     branch: int
+    # The checkpoint that training went on from: its name, or its path if it is of another run;
+    # ``None`` where it began.
     parent: str | None
+    # SHA-256 digest (hexadecimal) and size [bytes] of every other file.
     files: dict[str, tuple[str, int]]
 
     def render(self) -> str:
@@ -189,13 +186,10 @@ def newest_sound(
 def write(
     run_dir: Path, place: Place, parent: str | None, fill: Callable[[Path], None], keep: int
 ) -> Path:
-    """Writes a checkpoint, and then deletes all but the newest ``keep`` of its branch.
+    """Write a checkpoint durably, then delete all but the newest ``keep`` of its branch. Raises
+    ``StorageError`` if it cannot be written; older checkpoints are then untouched.
 
-    It is on the disk for good when this returns. A step of a branch is written once: the same
-    weights again stay as they are, others begin a branch.
-
-    Raises:
-        StorageError: it could not be written; older checkpoints are untouched.
+    A step of a branch is written once: equal weights stay as they are, others begin a branch.
     """
     folder = run_dir / FOLDER
     work = folder / f"{_WORK[0]}{place.name}"
@@ -266,8 +260,8 @@ def set_lines_aside(run_dir: Path) -> None:
 
 
 def take_lines_over(run_dir: Path, checkpoint: Path) -> None:
-    """Where a checkpoint begins a branch, makes those lines the ones that led to its parent; none
-    where that is of another run."""
+    """If a checkpoint begins a branch, restore the lines that led to its parent; none if that
+    belongs to another run."""
     manifest = read_manifest(checkpoint)
     if manifest.parent is None:
         return

@@ -73,11 +73,8 @@ class TrainingIteration:
         return self.parts.updater.num_begun > self._begun
 
     def run(self) -> Experience:
-        """The whole step.
-
-        Raises:
-            FxrlError: something failed; the attributes say how far it got.
-        """
+        """The whole step. Raises ``FxrlError`` if something fails; the attributes then say how far
+        it got."""
         clock, parts, config = self.clock, self.parts, self.config
         self._seed_other_ranks()
         found = self.experience = parts.source.experience(self._take, self._state, clock)
@@ -152,11 +149,8 @@ class TrainingIteration:
 def scored_batches(
     config: TrainConfig, parts: RunParts, found: Experience, say: Say, *, train: bool = True
 ) -> tuple[list[Batch], Metrics]:
-    """This rank's micro-batches, with the log-probabilities that the loss compares with.
-
-    Args:
-        train: they are to be trained on; else the reference's alone are wanted.
-    """
+    """This rank's micro-batches with the log-probabilities that the loss compares with; without
+    ``train``, only those of the reference."""
     rows = found.rows
     if not rows:
         return [], {}
@@ -288,15 +282,10 @@ class TrainingLoop:
         self._most_bytes: dict[str, int] = {}
 
     def resume(self, path: Path, *, accept_changes: bool = False) -> None:
-        """Goes on from a checkpoint; begins a branch where it is not the last one of ``run_dir``.
-
-        Args:
-            accept_changes: goes on with data, rewards and a base model that are others than those.
-
-        Raises:
-            CheckpointError: it is damaged or of another run.
-            StorageError: the branch cannot be written.
-        """
+        """Resume from a checkpoint, in a new branch if it is not the last one of ``run_dir``; with
+        ``accept_changes`` even if data, rewards or base model have changed. Raises
+        ``CheckpointError`` if it is damaged or of another run, ``StorageError`` if the branch
+        cannot be written."""
         saved = checkpoint.read_trainer(path)
         checkpoint.check_same_run(path, saved["config"], as_table(self.config))
         check_unchanged(path, saved["fingerprints"], self.parts.fingerprints, accept=accept_changes)
@@ -316,7 +305,7 @@ class TrainingLoop:
             self._go_on_from(path, optimizer)
 
     def _go_on_from(self, path: Path, optimizer: Mapping[str, Any]) -> None:
-        """With the branch of the last checkpoint, else with a new one (``store``, Branches)."""
+        """Continue the branch of the last checkpoint, or begin a new one (``store``, Branches)."""
         own = [other.resolve() for other in checkpoint.list_checkpoints(self.run_dir)]
         if own and path.resolve() == own[-1]:
             self._branch, self._parent = store.read_manifest(path).branch, path.name
@@ -328,11 +317,8 @@ class TrainingLoop:
         store.take_lines_over(self.run_dir, path)
 
     def run(self, reporter: Reporter, stop: StopRequest) -> None:
-        """Steps until ``config.steps`` or until ``stop`` or a callback says so; then saves.
-
-        Raises:
-            FxrlError: a step failed; its state is saved where that is possible.
-        """
+        """Run steps until ``config.steps``, ``stop`` or a callback ends it, then save. Raises
+        ``FxrlError`` if a step fails; its state is saved if possible."""
         config, tell = self.config, reporter.message
         metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run, tell)
         completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
@@ -428,12 +414,8 @@ class TrainingLoop:
         }
 
     def save(self, optimizer: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint of ``state``, the present one by default; on rank 0, as the others
-        have the same.
-
-        Args:
-            optimizer: ``updater.state_dict()``, which all ranks call.
-        """
+        """Write a checkpoint of ``state`` (None: the present one) with ``updater.state_dict()``,
+        which all ranks call. Only rank 0 writes: the others have the same."""
         if not self.parts.ranks.primary:
             return self.run_dir
         state = state or self._state()
@@ -465,7 +447,7 @@ class TrainingLoop:
 
     @contextmanager
     def _rescued(self, metrics: JsonLines, reporter: Reporter) -> Iterator[None]:
-        """Around one step; if it fails, what it has reached is saved (``TrainingIteration``)."""
+        """Around one step: if it fails, what it has reached is saved (``TrainingIteration``)."""
         self._start_of_step, self._step_now = self._state(), None
         try:
             with self._shared():
@@ -476,8 +458,8 @@ class TrainingLoop:
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
-        """Around what ranks that share sequences run together: where it fails here, the others hear
-        of it, and do not wait for this rank in its step."""
+        """Around work that ranks sharing sequences do together: if it fails here, the others are
+        told, and do not wait for this rank."""
         ranks, step = self.parts.ranks, self.parts.updater.step
         if self.config.fxrl.context_parallel == 1 or not isinstance(step, TrainStep):
             yield
@@ -573,7 +555,7 @@ class TrainingLoop:
         return bool(self.parts.data.split.held_out and due)
 
     def _as_in_one_run(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Without the evaluation after what was the last step until ``steps`` was raised."""
+        """A line without the evaluation of what was the last step until ``steps`` was raised."""
         if line["step"] != self._former_end or self._evaluation_due(line["step"]):
             return line
         initial = self.initial if line["step"] == 1 else {}

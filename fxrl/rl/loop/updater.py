@@ -36,14 +36,9 @@ log = logging.getLogger(__name__)
 def build_optimizer(
     config: OptimConfig, parameters: Iterable[nn.Parameter], ranks: Ranks | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable ones of ``parameters``.
-
-    Args:
-        ranks: that share out its states (``fxrl.rl.loop.sharded``); by default none.
-
-    Raises:
-        ConfigError: the optimizer refuses its keywords.
-    """
+    """The optimizer over the trainable ones of ``parameters``; its states are distributed over
+    ``ranks``, if given (``fxrl.rl.loop.sharded``). Raises ``ConfigError`` if it refuses its
+    keywords."""
     trained = [p for p in parameters if p.requires_grad]
     options = {"lr": config.lr, **config.options}
     if ranks is not None and can_share(trained, ranks):
@@ -119,13 +114,9 @@ class Updater:
         return self.ranks.size if self.sharded else 1
 
     def state_dict(self) -> dict[str, Any]:
-        """State of optimizer and schedule; the optimizer's by place in ``names``.
-
-        All ranks call it; where they share out the optimizer's states, rank 0 has all of them.
-
-        Raises:
-            RankError: another rank has states, and is gone.
-        """
+        """State of optimizer and schedule, the optimizer's by index into ``names``. All ranks call
+        it; if they share the optimizer's states, rank 0 returns all of them. Raises ``RankError``
+        if a rank that holds states is gone."""
         local = local_optimizer(self.optimizer)
         saved = local.state_dict()
         if self.sharded:
@@ -141,17 +132,14 @@ class Updater:
         }
 
     def _places(self, local: torch.optim.Optimizer) -> list[int]:
-        """In ``parameters``, of those that an optimizer has, in its own order."""
+        """Indices in ``parameters`` of an optimizer's parameters, in its own order."""
         places = {parameter: place for place, parameter in enumerate(self.parameters)}
         return [places[p] for group in local.param_groups for p in group["params"]]
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes the tensors over, by the parameters' names, and the number of updates; learning
-        rate, decay and whatever else the configuration says stay as they are.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is no state of this optimizer.
-        """
+        """Restore the optimizer's tensors, by parameter name, and the number of updates; learning
+        rate, decay and other settings stay. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if
+        it is no state of this optimizer."""
         theirs = dict(enumerate(saved["names"]))
         if other := set(theirs.values()) ^ set(self.names):
             raise ValueError(f"it is of other parameters: {', '.join(sorted(map(str, other))[:5])}")
@@ -188,20 +176,13 @@ class Updater:
         return kept
 
     def backward(self, batches: Sequence[Batch]) -> tuple[float, float, Metrics]:
-        """Gradients of the whole step in ``parameters``, clipped.
+        """Leave the clipped gradients of the whole step in ``parameters``. ``batches`` are this
+        rank's; at least one rank has some.
 
-        The device is waited for once, at the end: its numbers come over together.
-
-        Args:
-            batches: this rank's; of all ranks one at least has some.
-
-        Returns:
-            The loss and the metrics that one batch of everything would have given, and between
-            them the gradient's norm before it was clipped.
-
-        Raises:
-            LossError: the loss raised, or returned no number that has a gradient.
-            RankError: another rank failed.
+        Returns the loss, the gradient's norm before clipping, and the metrics, as one batch of
+        everything would have given them; the device is waited for once, for all of these numbers.
+        Raises ``LossError`` if the loss raised, or returned no number with a gradient,
+        ``RankError`` if another rank failed.
         """
         weights, shares = self._weights(batches)
         self.optimizer.zero_grad(set_to_none=True)
@@ -224,11 +205,8 @@ class Updater:
         return loss, norm_value, metrics
 
     def measure(self, step: Callable[[Batch], Any], batches: Sequence[Batch]) -> Metrics:
-        """Loss and metrics of ``batches`` of all ranks as one, without gradients.
-
-        Raises:
-            LossError: as ``backward``.
-        """
+        """Loss and metrics over the batches of all ranks, without gradients. Raises ``LossError``
+        as ``backward`` does."""
         weights, shares = self._weights(batches)
         own = []
         for batch, weight, share in zip(batches, weights, shares, strict=True):
@@ -279,8 +257,8 @@ class Updater:
 
     @contextmanager
     def _blamed(self) -> Iterator[None]:
-        """What is raised in the block is told as the loss's, which changes nothing of the
-        process."""
+        """Say of an error in the block that it is the loss's; what user code switches is switched
+        back."""
         peers = self.ranks.watched() if self.context_parallel > 1 else nullcontext()
         try:
             with self.process.kept(), peers:
@@ -364,15 +342,9 @@ RESERVED = re.compile(
 def checked_result(
     result: Any, named: str, *, own: Collection[str] = (), trained: bool = True
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss returned, as the loss and its metrics.
-
-    Args:
-        own: names that are the loss's to give although they are reserved, as no rollout has them.
-        trained: the loss must have a gradient.
-
-    Returns:
-        A tensor of one element, and detached tensors of one element.
-    """
+    """What a loss returned, as its loss and detached metrics, tensors of one element each. If
+    ``trained``, the loss must have a gradient; ``own`` are reserved names of metrics that this loss
+    may use, since no rollout has them."""
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(loss):
         raise LossError(
@@ -445,11 +417,9 @@ def merge_metrics(
 ) -> Metrics:
     """Metrics of micro-batches as one: extremes by name, losses as the loss, means by token.
 
-    Args:
-        names: M metrics.
-        rows: their values, [micro-batches][M].
-        weights, shares: see ``micro_batch_weights``.
-        per_sequence: those that are means over sequences, and are merged by these.
+    ``rows`` are the values of the M ``names``, [micro-batches][M]; for ``weights`` and ``shares``
+    see ``micro_batch_weights``. The metrics ``per_sequence`` are means over sequences and merged
+    so.
     """
     merged: Metrics = {}
     for name, values in zip(names, zip(*rows, strict=True), strict=True):

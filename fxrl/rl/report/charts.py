@@ -32,19 +32,18 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Attributes: name: for the legend. key: in the records. low, high: keys of a band around it,
-    if any. style: a CSS class."""
+    """One curve of a chart."""
 
-    name: str
-    key: str
-    low: str = ""
+    name: str  # for the legend
+    key: str  # in the records
+    low: str = ""  # keys of a band around it, if any
     high: str = ""
-    style: str = ""
+    style: str = ""  # a CSS class
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What is drawn of one line: SVG path data, its place in the palette, and what to read off."""
+    """The drawing of one line: SVG path data, its place in the palette, and what to read off."""
 
     name: str
     style: str
@@ -66,19 +65,19 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One picture. Attributes: x_ticks, y_ticks: coordinate and number. note: below it."""
+    """One picture."""
 
     title: str
-    x_ticks: list[tuple[float, str]]
+    x_ticks: list[tuple[float, str]]  # coordinate and number
     y_ticks: list[tuple[float, str]]
     marks: list[Mark]
     bars: list[Bar]
-    legend: list[tuple[str, str]]
-    note: str = ""
+    legend: list[tuple[str, str]]  # name and CSS class
+    note: str = ""  # shown below it
 
     @property
     def reading(self) -> list[dict[str, Any]]:
-        """What the page's script reads off: name and points of each line."""
+        """The name and points of each line, for the page's script."""
         return [{"name": mark.name, "at": mark.at} for mark in self.marks]
 
 
@@ -164,11 +163,8 @@ def bar_chart(
     parts: Mapping[str, str],
     form: Callable[[float], str],
 ) -> Chart | None:
-    """Stacked parts of each step; ``None`` where no step has any.
-
-    Args:
-        parts: name -> key; those that are never a percent of the whole are left out.
-    """
+    """Stacked bars, one per step; ``None`` if no step has any part. ``parts`` maps names to keys;
+    parts below one percent of the total are left out."""
     given = {name: columns[key] for name, key in parts.items() if key in columns}
     if not given:
         return None
@@ -211,7 +207,8 @@ def _stack(means: Mapping[str, float], y: _Axis) -> list[tuple[int, float, float
 
 
 def _too_high(cut: Sequence[Point], form: Callable[[float], str]) -> str:
-    """Which steps' bars are cut, and how high they are."""
+    """A sentence that names the steps whose bars are cut, and the height of these bars; empty if
+    none is."""
     named = ", ".join(f"step {step:.0f} ({form(total)})" for step, total in cut[:6])
     more = f" and {len(cut) - 6} more" if len(cut) > 6 else ""
     return f"Higher than the picture, marked by a triangle: {named}{more}." if cut else ""
@@ -269,5 +266,5 @@ def _thinned(columns: Columns, key: str) -> list[Point]:
 
 
 def _sharing(count: int) -> int:
-    """How many of so many steps share a point."""
+    """The number of steps that share a point."""
     return max(1, math.ceil(count / MOST_POINTS))

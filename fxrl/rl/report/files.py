@@ -56,14 +56,8 @@ def keep_trying(
     wait_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """``action()``, again as long as it cannot write.
-
-    Args:
-        action: raises ``OSError`` or ``StorageError`` where the disk refuses.
-
-    Raises:
-        StorageError: also the last try failed.
-    """
+    """``action()``, again while it raises ``OSError`` or ``StorageError``; raises ``StorageError``
+    if the last try fails too."""
     for left in reversed(range(retries + 1)):
         try:
             return try_to_write(action, what)
@@ -137,12 +131,8 @@ class JsonLines:
             )
 
     def flush(self) -> None:
-        """Writes what waits.
-
-        Raises:
-            OSError: it still cannot be written.
-            ForeignFileError: a link stands there.
-        """
+        """Write the pending lines. Raises ``OSError`` if that still fails, ``ForeignFileError`` if
+        a link is in the file's place."""
         self._find_file()
         while self._pending:
             line = self._pending[0]
@@ -169,7 +159,7 @@ class JsonLines:
         self._tell(f"{self.path} was {'replaced' if there else 'deleted'}; it is written on")
 
     def _append(self, line: bytes) -> None:
-        """All of it; an unbuffered write may take less at a time."""
+        """Write all of it; an unbuffered write may take less at a time."""
         done = 0
         while done < len(line):
             done += self._file.write(line[done:])

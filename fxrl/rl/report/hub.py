@@ -16,15 +16,10 @@ from fxrl.rl.types import TrainerState
 
 
 class HubPush(Callback):
-    """Pushes at the end, and at every save where ``hub_strategy`` says so.
+    """Pushes to ``user/name`` at the end, and at every save where ``hub_strategy`` says so.
 
-    Args:
-        repo: ``user/name``; made where there is none.
-        tell: hears of a push during the run that failed: the next save pushes again.
-
-    Raises:
-        HubError: the repository can neither be found nor made; the message has the cure.
-        MissingPackageError: huggingface_hub is not installed.
+    The repository is made if it is missing; ``HubError`` says what to do if that fails. ``tell``
+    hears of a push during the run that failed: the next save pushes again.
     """
 
     def __init__(self, repo: str, tell: Tell) -> None:

@@ -28,8 +28,10 @@ LOG = "train.log"
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """What Python code writes goes nowhere: of several ranks one talks. A crash is still seen, as
-    the process's own descriptors stay as they are."""
+    """Discard what Python code writes in the block, so that only one of several ranks talks.
+
+    A crash is still seen, as the process's own descriptors stay as they are.
+    """
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 

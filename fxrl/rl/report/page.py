@@ -120,7 +120,7 @@ def note(run_dir: Path, tell: Callable[[str], None], **values: Any) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that make the numbers, as far as they are installed."""
+    """Versions of the packages that affect the numbers, as far as installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -131,12 +131,8 @@ def versions() -> dict[str, str]:
 
 
 def write_page(run_dir: Path, *, work: str = "writing") -> Path:
-    """Writes ``run.html`` into a run's folder.
-
-    Raises:
-        NoRunError: there is no run in it.
-        StorageError: it cannot be written.
-    """
+    """Write ``run.html`` into a run's folder. Raises ``NoRunError`` if the folder holds no run,
+    ``StorageError`` if the page cannot be written."""
     if not run_dir.is_dir():
         raise NoRunError(f"{run_dir} is no folder; give the run_dir of a run")
     columns = Numbers(_with_untrained(_each_line(run_dir / METRICS)))
@@ -194,7 +190,7 @@ def _telling(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _content(run_dir: Path, columns: Columns, notes: Table) -> dict[str, Any]:
-    """What the template shows, by its names for it."""
+    """The variables of the page's template."""
     config = _table(run_dir / "config.json")
     model = config.get("model")
     remarks = _remarks(notes.get("report"))
@@ -214,7 +210,7 @@ def _content(run_dir: Path, columns: Columns, notes: Table) -> dict[str, Any]:
 
 
 def _with_untrained(lines: Iterable[Table]) -> Iterator[Table]:
-    """With the evaluation before the first step as step 0."""
+    """The lines, with the evaluation before the first step as step 0."""
     for at, line in enumerate(lines):
         if at == 0:
             yield {"step": 0} | {f"eval/{n}": line.get(f"eval/initial_{n}") for n in JUDGED_BY}
@@ -285,7 +281,7 @@ def _memory_chart(columns: Columns, notes: Table) -> Chart | None:
 
 
 def _reward_chart(columns: Columns) -> Chart | None:
-    """With the spread in a group around it, and a running mean where there are many steps."""
+    """The reward with its spread within groups, and a running mean if there are many steps."""
     if "reward" not in columns:
         return None
     there = ~np.isnan(columns["reward"])
@@ -369,7 +365,7 @@ MOST_TURNS = 40
 
 
 def _turns(given: Any) -> Iterator[tuple[str, str]]:
-    """Who says what in a completion of several turns; calls of tools as JSON."""
+    """Speaker and words of each turn of a completion; tool calls as JSON."""
     turns = given if isinstance(given, list) else []
     for turn in turns[:MOST_TURNS]:
         if isinstance(turn, dict):

@@ -91,7 +91,7 @@ class _Told(logging.Handler):
 
 @contextmanager
 def told(name: str, say: Say) -> Iterator[None]:
-    """What the logger ``name`` says at INFO is what is being done."""
+    """Show what the logger ``name`` says at INFO as what is being done."""
     logger, handler = logging.getLogger(name), _Told(say)
     level = logger.level
     logger.addHandler(handler)
@@ -169,7 +169,7 @@ class Reporter:
             del self.open[depth:]
 
     def changed(self, kind: str, words: str) -> None:
-        """What is being done has new words; those before the colon are its ``kind``."""
+        """Change the words for what is being done; those before the colon are its ``kind``."""
 
     def begin(self, total: int, done: int) -> None:
         """The loop begins: ``total`` steps, ``done`` of them by a run that is resumed."""
@@ -177,8 +177,8 @@ class Reporter:
         self._step_began = self.clock()
 
     def seconds_left(self) -> float | None:
-        """By the median of the last steps. The first one captures and compiles, so it counts only
-        while there is no other; before its end nothing is known."""
+        """Estimated by the median of the last steps. The first step, which captures and compiles,
+        counts only while it is the only one; before its end nothing is known."""
         if not self._step_seconds:
             return None
         each = statistics.median((self._step_seconds[1:] or self._step_seconds)[-RECENT_STEPS:])
@@ -194,7 +194,7 @@ class Reporter:
         self.message(text)
 
     def report(self, report: Report) -> None:
-        """What ``fxrl.optimize`` did, after the first step."""
+        """Show what ``fxrl.optimize`` did, after the first step."""
         self.console.print(report)
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
@@ -205,7 +205,7 @@ class Reporter:
         self.done, self._samples = record["step"], samples or self._samples
 
     def show_last(self) -> None:
-        """What was seen last, once, to stay."""
+        """Print what was seen last once more, to stay."""
         samples, self._samples = self._samples, ()
         if samples:
             self.console.print(completions_table(samples))
@@ -360,7 +360,8 @@ class LiveReporter(LogReporter):
             self.console.show_cursor(True)
 
     def view(self) -> Group:
-        """What is being done, on top where no small window hides it; then the last steps."""
+        """The live view: what is being done, on top where no small window hides it, then the last
+        steps."""
         views: list[Any] = []
         for words, since in self.open[-1:]:
             now = self.clock()
@@ -379,7 +380,7 @@ class LiveReporter(LogReporter):
         return Group(*views)
 
     def _bar(self) -> Table:
-        """Which step is under way, and when all will be done."""
+        """A bar with the step that is under way and the time when all will be done."""
         bar = Table.grid(padding=(0, 1))
         words = f"{_hours(self.clock() - self.start)} elapsed, {_hours(self.seconds_left())} left"
         done = ProgressBar(total=self.total, completed=self.done, width=24)
@@ -433,7 +434,7 @@ def steps_table(
 
 
 def time_line(record: Mapping[str, Any]) -> str:
-    """Where the step's seconds went, the largest part first; parts under a percent are left out."""
+    """The parts of a step's time, the largest first; parts below one percent are left out."""
     seconds = {phase: record.get(f"time/{phase}") or 0.0 for phase in PHASES}
     total = sum(seconds.values())
     shown = sorted((p for p in PHASES if seconds[p] > total / 100), key=lambda p: -seconds[p])

@@ -129,12 +129,9 @@ class MLflow:
 
 
 class Tracker(Callback):
-    """Hands a run's numbers to a sink.
-
-    Args:
-        open_sink: starts the tracker's run, or goes on with the one whose id it gets.
-        tell: hears, once, that the tracker failed; the run goes on without it.
-    """
+    """Passes a run's numbers to a sink. ``open_sink`` starts the tracker's run, or continues the
+    one whose id it is given; ``tell`` is called once if the tracker fails, and the run goes on
+    without it."""
 
     def __init__(
         self,
@@ -199,11 +196,8 @@ _SINKS: Mapping[str, Callable[[TrainConfig, TrainerState, str | None], Sink]] = 
 
 
 def trackers(config: TrainConfig, tell: Tell) -> list[Tracker]:
-    """A tracker for each name in ``log_to``; starts none.
-
-    Raises:
-        MissingPackageError: a package is not installed.
-    """
+    """A tracker, not yet started, for each name in ``log_to``. Raises ``MissingPackageError`` if a
+    package is not installed."""
     names = [n for n in dict.fromkeys(config.log_to) if config.tensorboard or n != "tensorboard"]
     for name in names:
         optional(_MODULES.get(name, name), f"log_to={name!r}", name)

@@ -118,11 +118,8 @@ class Chat(ChatTemplate):
     def answered(
         self, said: Message, answers: Sequence[Message], stop: int, schemas: Sequence[Schema]
     ) -> list[int]:
-        """Token ids between the end of an assistant's turn and the words of its next one.
-
-        Args:
-            stop: the token that the turn ended with.
-        """
+        """Token ids between the end of an assistant's turn, the token ``stop``, and the beginning
+        of its next one."""
         # NOTE [Tokens in are tokens out]; without arguments, which may spell anything.
         stand_in: Message = {"role": "assistant", "content": ""}
         if calls := said.get("tool_calls"):
@@ -211,7 +208,7 @@ _OTHER_MODEL = (
 
 
 def _json_field(words: str) -> dict[str, Any] | None:
-    """How transformers reads a call that is JSON; ``None`` where the template's call is none."""
+    """The part of a response schema that reads JSON calls; None if the template's call is none."""
     for start in (at for at, letter in enumerate(words[: words.index(_NAME)]) if letter in "[{"):
         try:
             value, end = json.JSONDecoder().raw_decode(words, start)
@@ -235,7 +232,8 @@ def _json_field(words: str) -> dict[str, Any] | None:
 
 
 def _tagged_field(words: str) -> dict[str, Any] | None:
-    """Likewise of a call whose name and arguments stand between tags."""
+    """The part of a response schema that reads calls whose name and arguments stand between tags;
+    None if the template's call is none."""
     (key, value), (key2, value2) = _ARGUMENTS.items()
     parts = re.fullmatch(f"(.*){_NAME}(.*){key}(.*){value}(.*){key2}(.*){value2}(.*)", words, re.S)
     closing = re.search(r"</\w+>\s*$", words)

@@ -83,11 +83,8 @@ class Endpoint:
             self._changed.notify_all()
 
     def asked(self, timeout_s: float | None) -> list[Exchange]:
-        """What each rollout asks that is not over; empty once all are.
-
-        Raises:
-            TimeoutError: for so long no rollout has asked or ended.
-        """
+        """The pending request of every rollout that is not over; empty when all are. Raises
+        ``TimeoutError`` if no rollout asks or ends for ``timeout_s``."""
         with self._changed:
             while self._live - {one.rollout for one in self._asked}:
                 if not self._changed.wait(timeout_s):
@@ -241,7 +238,7 @@ def _table(function: Mapping[str, Any]) -> Any:
 
 
 def _essence(message: Message) -> Any:
-    """What of a message is read; programs add and drop the rest."""
+    """The part of a message that is compared; programs add and drop the rest."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     read = [(one["name"], json.dumps(one["arguments"], sort_keys=True)) for one in calls]
     return message.get("role"), message.get("content") or "", read

@@ -53,15 +53,9 @@ class RolloutTrainer:
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], max_tokens: int | None = None
     ) -> list[Completion]:
-        """One completion of each prompt, all drawn in one call of the engine.
-
-        Args:
-            prompt_ids: token ids without padding.
-            max_tokens: most of each; ``sampling.max_tokens`` by default.
-
-        Raises:
-            PromptError: a prompt is empty or too long.
-        """
+        """One completion of each prompt, given as token ids without padding, drawn in one call of
+        the engine; ``max_tokens`` each, by default ``sampling.max_tokens``. Raises ``PromptError``
+        if a prompt is empty or too long."""
         seed = turn_seed(self._seed, self._calls)
         self._calls += 1
         params = replace(self._params, n=1, seed=seed)

@@ -79,16 +79,12 @@ Values = list[float | None]
 
 
 class _Group(NamedTuple):
-    """All completions of a prompt.
-
-    Attributes:
-        values: by the name of each reward that judges a completion by itself.
-    """
+    """The completions of a prompt."""
 
     completions: Sequence[Completion]
     told: Sequence[Told]
     texts: Sequence[str] = ()
-    values: Mapping[str, Values] = {}
+    values: Mapping[str, Values] = {}  # by reward, of those with ``per_group``
 
 
 class Judge:
@@ -118,15 +114,10 @@ class Judge:
         told: Sequence[Told] | None = None,
         environments: Sequence[Any] = (),
     ) -> None:
-        """Takes all completions of prompt number ``prompt``; returns at once. Those of a prompt
-        that it has already, which a second try has drawn again, count no more.
-
-        Args:
-            environments: that they were played in; they stay on this rank.
-
-        Raises:
-            RewardError: a function has failed by now, so drawing more is in vain.
-        """
+        """Take all completions of prompt number ``prompt`` and return at once; a prompt that a
+        second try has drawn again counts once. ``environments`` that they were played in stay on
+        this rank. Raises ``RewardError`` if a function has failed by now, so that drawing more is
+        in vain."""
         self._worker.check()
         if prompt in self._groups:
             return
@@ -141,15 +132,9 @@ class Judge:
         self._queue.put(None)
 
     def verdict(self, groups: Sequence[Sequence[Completion]]) -> list[Drawn]:
-        """The step's completions and what every function says of them; waits for the rest.
-
-        Args:
-            groups: of each prompt; empty where another rank has drawn them.
-
-        Raises:
-            RewardError: a function failed.
-            RankError: another rank failed.
-        """
+        """Wait for the remaining values, and return the step's completions with what every function
+        says of them. ``groups`` are empty for prompts that another rank has drawn. Raises
+        ``RewardError`` if a function failed, ``RankError`` if another rank did."""
         for prompt, group in enumerate(groups):
             if group:
                 self.finished(prompt, group)
@@ -261,12 +246,8 @@ class Rollouter:
     def draw(
         self, rows: Sequence[Row], params: SamplingParams, state: TrainerState, clock: Clock
     ) -> list[Drawn]:
-        """``params.n`` completions of each row and what every reward function says of them.
-
-        Raises:
-            RewardError: a reward function failed.
-            EngineError: generation failed.
-        """
+        """``params.n`` completions of each row with the values of all reward functions. Raises
+        ``RewardError`` if one of these failed, ``EngineError`` if generation did."""
         prompts = [self.builder.prompt(row) for row in rows]
         before = dict(self.engine.timings)
         total = len(rows) * params.n
@@ -389,7 +370,8 @@ class Rollouter:
         return of_completion(drawn.completion, advantage)
 
     def _training_params(self, state: TrainerState, refills: int) -> SamplingParams:
-        """Of a draw of the step; only turns need a seed (``turns``, Random numbers of a turn)."""
+        """Parameters of one draw of the step; only turns need a seed (``turns``, Random numbers of
+        a turn)."""
         num = self.config.sampling.num_generations
         if self.player is None:
             return self.params(n=num)
@@ -430,7 +412,7 @@ class Rollouter:
         return [self._row(Drawn(row, "", {}, 0.0), None if self._critic else 0.0)]
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """Of rewards that teach nothing, and of steps without an update."""
+        """Warnings of rewards that teach nothing, and of steps without an update."""
         if (idle := self._idle.warning(record)) is not None:
             yield idle
         if self.config.mask_truncated_completions and record["completions/num_trained"] == 0:
@@ -441,7 +423,7 @@ class Rollouter:
             )
 
     def failures(self) -> list[str]:
-        """What was retried or skipped since the last call, in words."""
+        """Messages about what was retried or skipped since the last call."""
         told = [*self._retried, *(text for reward in self.rewards for text in reward.failures)]
         for failures in (self._retried, *(reward.failures for reward in self.rewards)):
             failures.clear()
@@ -508,19 +490,16 @@ IDLE_STEPS = 3
 
 
 class RewardWatch:
-    """Tells of rewards that teach nothing, after ``IDLE_STEPS`` steps of them in a row, then after
-    twice as many each time.
-
-    Args:
-        by_group: equal rewards of a group teach nothing; else only that there are none does.
-    """
+    """Warns of rewards that teach nothing, after ``IDLE_STEPS`` such steps in a row and then after
+    twice as many each time. Equal rewards within groups teach nothing if ``by_group``; otherwise
+    only missing rewards do."""
 
     def __init__(self, *, by_group: bool = True) -> None:
         self._by_group = by_group
         self._idle, self._next = 0, IDLE_STEPS
 
     def warning(self, record: Mapping[str, Any]) -> str | None:
-        """What this step's metrics complete, and what to do about it, if anything."""
+        """The warning, if any, that this step's metrics give rise to, and what to do about it."""
         known = record["reward"] is not None
         if (record["frac_reward_zero_std"] < 1.0) if self._by_group else known:
             self._idle, self._next = 0, IDLE_STEPS

@@ -111,11 +111,8 @@ class Caller:
         self._process = ProcessState()
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """All of them beside each other.
-
-        Raises:
-            ToolError: the first that raised one; or async code that does not let others run.
-        """
+        """Run all of them concurrently. Raises ``ToolError`` for the first that raised, or for
+        async code that blocks the others."""
 
         async def together() -> list[T | BaseException]:
             return await asyncio.gather(*coroutines, return_exceptions=True)
@@ -168,7 +165,7 @@ class Caller:
 
 
 class Exited(Exception):
-    """What the user's code raised to end the process (or a thread), which it does not."""
+    """User code tried to end the process (or a thread); it goes on."""
 
 
 async def _contained(awaitable: Awaitable[T]) -> T:
@@ -234,11 +231,8 @@ class Kind:
 
 
 class Tools:
-    """The tools and environments of a run.
-
-    Raises:
-        BadConfigError: something in them is wrong; an environment of each kind has been made.
-    """
+    """The tools and environments of a run. Creating it makes one environment of each kind; raises
+    ``BadConfigError`` if something is wrong with them."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self.on_error: Literal["tell", "stop"] = config.on_error
@@ -296,11 +290,8 @@ class Tools:
                 )
 
     def schemas_of(self, row: Row) -> list[Schema]:
-        """Of the tools that a row's prompt tells of.
-
-        Raises:
-            DataError: the row names no environment, or one that there is not.
-        """
+        """Schemas of the tools that a row's prompt describes. Raises ``DataError`` if the row names
+        no environment, or an unknown one."""
         kind = self.kinds.get(self._kind_of(row))
         own = [] if kind is None else kind.schemas
         return [*(one.schema for one in self.tools.values()), *own]
@@ -316,11 +307,8 @@ class Tools:
         return str(name)
 
     def begin(self, rows: Sequence[Row], prompts: Sequence[Any]) -> list[Episode]:
-        """An episode for each row, its prompt with what ``reset`` returned.
-
-        Raises:
-            ToolError: an environment cannot be made, or not begin.
-        """
+        """An episode per row, its prompt extended by what ``reset`` returned. Raises ``ToolError``
+        if an environment cannot be made or reset."""
         return self.caller.run(
             [self._begun(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
         )
@@ -366,11 +354,8 @@ class Tools:
     def answers(
         self, said: Sequence[tuple[Episode, Sequence[Mapping[str, Any]]]]
     ) -> list[list[Message]]:
-        """The messages that answer the calls of each episode.
-
-        Raises:
-            ToolError: a tool raised or hung, and ``rollout.on_error`` is ``"stop"``.
-        """
+        """The messages that answer the calls of each episode. Raises ``ToolError`` if a tool raised
+        or hung and ``rollout.on_error`` is ``"stop"``."""
         return self.caller.run([self._answered(*one) for one in said])
 
     async def _answered(

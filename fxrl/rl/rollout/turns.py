@@ -44,7 +44,7 @@ Group = tuple[Sequence[Completion], Sequence[Told], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one call of a player is to play."""
+    """The work for one call of a player."""
 
     rows: Sequence[Row]
     mine: Sequence[int]  # numbers of those to play, ``params.n`` rollouts each
@@ -95,7 +95,8 @@ class Transcript:
         self.messages.append(said)
 
     def answer(self, ids: Sequence[int], answers: Sequence[Message]) -> None:
-        """What the turn is answered, if there is room for it and a token more."""
+        """Append the answer to the turn if there is room for it and a token more; else the
+        transcript is over."""
         if len(ids) >= self.room:
             self.over = True
             return
@@ -177,7 +178,12 @@ class Conversation:
     most_calls: int | None  # turns of a rollout that may call tools
 
     def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
-        """See ``Player.play``."""
+        """Row numbers and their completions, each as soon as its last rollout is over; the row's
+        environments remain usable until the next call.
+
+        Raises ``ToolError`` if a tool, an environment or a function failed, ``EngineError`` if
+        generation did.
+        """
         num = asked.params.n
         given = [asked.rows[row] for row in asked.mine for _ in range(num)]
         places = [row * num + i for row in asked.mine for i in range(num)]

@@ -111,16 +111,12 @@ class VerifiersPlayer:
 
 @dataclass
 class Episodes:
-    """Episodes of some tasks, in an event loop of their own while it is entered.
-
-    Attributes:
-        found: verifiers' records of those that are over, by number.
-    """
+    """Episodes of some tasks, in an event loop of their own while it is entered."""
 
     environment: Environment
     tasks: Sequence[Any]
     endpoint: Endpoint
-    found: dict[int, Any] = field(default_factory=dict)
+    found: dict[int, Any] = field(default_factory=dict)  # verifiers' records of finished ones
 
     def __enter__(self) -> Episodes:
         self._error: BaseException | None = None

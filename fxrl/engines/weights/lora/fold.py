@@ -72,15 +72,8 @@ def require_sound(model: nn.Module) -> None:
 class Fold:
     """Folds a PEFT model's active adapter into its weights and restores them.
 
-    Args:
-        model: a PEFT model with plain LoRA on linear layers.
-
-    Attributes:
-        names: the folded modules, as in the checkpoint.
-        timings: seconds of the last ``"fold"`` and ``"restore"``, device time included.
-
-    Raises:
-        AdapterError: see ``lora_sites``; also a weight that a second parameter reads too.
+    The model has plain LoRA on linear layers; anything else raises ``AdapterError`` (see
+    ``lora_sites``), and so does a weight that a second parameter reads too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +82,8 @@ class Fold:
         self._layers, self._configs = adapted_layers(model), _configs(model)
         self._weights = [site.weight for site in self._sites]
         check_storages(model, self._sites)
-        self.names = tuple(site.name for site in self._sites)
+        self.names = tuple(site.name for site in self._sites)  # as in the checkpoint
+        # Seconds of the last "fold" and "restore", device time included.
         self.timings: dict[str, float] = {}
         self._sums = BitSums(self._weights)
         self._backup = WeightBackup(self._weights)
@@ -133,12 +127,8 @@ class Fold:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Writes the original bytes back and checks them.
-
-        Raises:
-            FoldError: nothing is applied.
-            RestoreError: a checksum differs; names the modules.
-        """
+        """Write the original bytes back and check them. Raises ``FoldError`` if nothing is applied,
+        ``RestoreError``, naming the modules, if a checksum differs."""
         if self._expected is None:
             raise FoldError("fold: nothing to restore; apply() comes first")
         start = time.perf_counter()
@@ -293,14 +283,8 @@ class WeightBackup:
         self._host_sums: Tensor | None = None  # of the bytes that the host has
 
     def save(self, sums: Tensor) -> None:
-        """Copies the tensors; from the device to the host only where the host has other bytes.
-
-        Args:
-            sums: checksums of the tensors' present bytes.
-
-        Raises:
-            BackupError: no memory.
-        """
+        """Copy the tensors; from the device to the host only if the host has other bytes, by their
+        checksums ``sums``. Raises ``BackupError`` without memory."""
         self._on_device = self._new_device_backup()
         if self._on_device is not None:
             self._on_device.save()

@@ -81,7 +81,7 @@ class LoraSite:
         return bool(self.layer.fan_in_fan_out)
 
     def factors(self) -> list[Factors]:
-        """Of the adapters that are active now; empty where none of them targets this module."""
+        """Factors of the active adapters; empty if none of them targets this module."""
         layer = self.layer
         return [
             Factors(
@@ -95,16 +95,12 @@ class LoraSite:
 
 
 def lora_sites(model: nn.Module) -> tuple[LoraSite, ...]:
-    """All modules that an active LoRA adapter changes, in the model's order.
+    """All modules that an active LoRA adapter changes, in the model's order. The model is a
+    ``peft.PeftModel``, or has PEFT layers inside.
 
-    Args:
-        model: a ``peft.PeftModel``, or a model with PEFT layers inside.
-
-    Raises:
-        AdapterError: there is no adapter; or something of it is not of the form
-            W + scaling * B A (DoRA and other variants, biases, modules saved whole, embeddings,
-            convolutions, quantized bases, merged or disabled adapters). The message names the
-            module, the reason and the cure.
+    Raises ``AdapterError``, naming module, reason and cure, if there is no adapter, or anything of
+    it is not of the form W + scaling * B A: DoRA and other variants, biases, modules saved whole,
+    embeddings, convolutions, quantized bases, merged or disabled adapters.
     """
     for name, config in getattr(model, "peft_config", {}).items():
         if (bias := getattr(config, "bias", "none")) != "none":
@@ -138,7 +134,7 @@ def adapted_layers(model: nn.Module) -> tuple[LoraSite, ...]:
 
 
 def active_sites(layers: Sequence[LoraSite]) -> tuple[LoraSite, ...]:
-    """Those that an active adapter changes; refuses as ``lora_sites`` does."""
+    """The layers that an active adapter changes; refuses as ``lora_sites`` does."""
     for site in layers:
         if reason := _why_not_plain(site.layer):
             raise AdapterError(
@@ -188,12 +184,8 @@ def _why_not_a_weight(layer: Any) -> str | None:
 
 
 def check_storages(model: nn.Module, sites: Sequence[LoraSite]) -> None:
-    """Every site's weight must be contiguous, on one device, and nobody else's.
-
-    Raises:
-        AdapterError: two parameters of the model share memory and one of them is a site's (a tied
-            embedding, say); or a weight is not contiguous, or on another device than the first.
-    """
+    """Raise ``AdapterError`` unless every site's weight is contiguous, on the same device as the
+    others, and shares memory with no other parameter (a tied embedding, say)."""
     _check_owners(model, sites)
     device = sites[0].weight.device
     for site in sites:
@@ -289,11 +281,8 @@ def lost_share(merge: Merge) -> float:
 
 
 def why_lost(merges: Mapping[str, Merge], *, zero_too: bool = False) -> str:
-    """Which weights in FP8 cannot take their adapter; empty where all can.
-
-    Args:
-        zero_too: those whose delta is zero now, too.
-    """
+    """Which FP8 weights are too coarse for their adapter, in words; empty if none is. ``zero_too``
+    counts weights whose delta is still zero."""
     shares = {name: lost_share(one) for name, one in merges.items() if one.scale is not None}
     refused = {
         name: share

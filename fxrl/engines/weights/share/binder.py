@@ -321,11 +321,8 @@ class WeightBinder:
         put_parameter(self.model, names, value)
 
     def _mirror(self, names: tuple[str, ...], wanted: Tensor, reference: Tensor) -> str:
-        """Notes where vLLM has the same values in another dtype: fp32 master weights beside it.
-
-        Returns:
-            Why the parameter is copied; empty if there is no such place.
-        """
+        """Find where vLLM holds the same values in another dtype (beside fp32 master weights).
+        Returns why the parameter is copied; empty if there is no such place."""
         for name in names:
             for place in self.plan[name].placements:
                 view = place.view(self.tensors[place.name])

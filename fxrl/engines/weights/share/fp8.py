@@ -39,11 +39,8 @@ def logical(parameter: Tensor) -> Tensor:
 
 
 def find_scale(vllm_model: nn.Module, weight: Tensor, place: Placement) -> tuple[str, Tensor] | str:
-    """vLLM's name of the scales beside a weight and those of the rows at ``place``, or why not.
-
-    Args:
-        weight: the whole vLLM weight as [N, K].
-    """
+    """vLLM's name of the scales beside ``weight``, a whole vLLM weight [N, K], and the scales of
+    the rows at ``place``; or why there are none."""
     path, _, leaf = place.name.rpartition(".")
     module = vllm_model.get_submodule(path)
     names = [name for name in _SCALES if isinstance(getattr(module, name, None), Tensor)]

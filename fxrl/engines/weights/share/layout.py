@@ -60,13 +60,9 @@ class _Stack:
 
 
 class LayoutPlanner:
-    """Proposes places.
-
-    Args:
-        vllm_model: the model inside vLLM (one GPU's; tensor-parallel shards fit nothing).
-        tensors: its parameters by name, each as [out, in] (``fp8.logical``).
-        shapes: HF parameter names (ties under each of their names) and shapes.
-    """
+    """Proposes places for the HF parameters of ``shapes`` (by name, ties under each of their names)
+    in ``tensors``: the parameters of ``vllm_model`` (one GPU's; tensor-parallel shards fit
+    nothing), each as [out, in] (``fp8.logical``)."""
 
     def __init__(
         self, vllm_model: nn.Module, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
@@ -147,7 +143,7 @@ def _rows(shape: torch.Size) -> int:
 
 
 def _stacks_of(vllm_model: nn.Module) -> list[_Stack]:
-    """What any module of the model declares; longer shard names first."""
+    """The stacks that any module of the model declares, longer shard names first."""
     found: dict[_Stack, None] = {}
     for module in vllm_model.modules():
         for fused, shards in (getattr(module, "packed_modules_mapping", None) or {}).items():
@@ -189,12 +185,9 @@ def row_blocks(tensor: Tensor, max_bytes: int = BLOCK_BYTES) -> list[tuple[int, 
 
 
 def equal_bits(view: Tensor, reference: Tensor) -> bool:
-    """Whether both have the same bytes (NaN equals itself, 0.0 is not -0.0).
-
-    Args:
-        view: on any device, any strides.
-        reference: same shape, on the CPU, in any floating dtype; cast to ``view``'s.
-    """
+    """Whether both have the same bytes (NaN equals itself, 0.0 is not -0.0). ``reference`` is on
+    the CPU, in any floating dtype, and is cast to that of ``view``, which may have any device and
+    strides."""
     if view.dim() == 0:
         view, reference = view.reshape(1), reference.reshape(1)
     return all(
