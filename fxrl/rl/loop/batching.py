@@ -101,6 +101,8 @@ def make_batches(
         ``per_row`` [B], and, 0-d, ``num_items_in_batch`` and ``num_sequences_in_batch``, the
         tokens of all ``rows`` that count and their number; all floats of ``dtype``.
     """
+    if not plan:  # other ranks have all rows
+        return []
     step = _Flat([rows[row] for group in plan for row in group], device, dtype)
     counted = float(sum(row.num_counted for row in rows))
     num_items = torch.full((), counted, device=device, dtype=dtype)

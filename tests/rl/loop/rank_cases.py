@@ -410,8 +410,9 @@ def main(folder):
     }
     short = ("steps=1", "eval.size=0", "loss.beta=0.0")
     critic = ("steps=2", "loss.name=ppo", "loss.kl_coef=0.1", "loss.lam=0.9", "num_iterations=2")
+    critic += ("prompts_per_step=1",)  # one rank draws all, and of four one trains on nothing
     groups["critic one"] = group(1, run, "critic-one", *critic)
-    groups["critic two"] = group(2, run, "critic", *critic)
+    groups["critic four"] = group(4, run, "critic", *critic)
     shared = ("optimize=true", "fxrl.context_parallel=2", "fxrl.compile_regions=false")
     groups["pairs one"] = group(1, run, "pairs-one", *short)
     groups["pairs four"] = group(4, run, "pairs", *short, *shared, "fxrl.min_saved_bytes=0")

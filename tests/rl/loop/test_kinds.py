@@ -18,6 +18,7 @@ from fxrl.rl.loop.build import read_data
 from fxrl.rl.loop.precomputed import FILE
 from fxrl.rl.train import main
 from tests.capture.mixer import assert_matches_eager
+from tests.rl.loop.rank_cases import group
 from tests.rl.metrics import numbers
 
 TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
@@ -89,6 +90,22 @@ def test_micro_batches_change_no_number(kind, tmp_path, monkeypatch):
         Trainer(config=config).train()
         found.append(numbers(str(tokens), "padding"))
     assert found[0] == [pytest.approx(line, rel=1e-9) for line in found[1]]
+
+
+def test_a_rank_without_rows_changes_no_number(tmp_path, monkeypatch):
+    """Of three ranks one has none, in training and in evaluation."""
+    monkeypatch.chdir(tmp_path)
+    model = {"id": TINY, "device": "cpu", "dtype": "float64", "lora": {"r": 4}}
+    config = tables("kto", steps=2, prompts_per_step=2, model=model)
+
+    def run(run_dir):
+        Trainer(config=config | {"run_dir": run_dir}).train()
+
+    ran = group(3, run, "three")
+    assert ran["codes"] == [0, 0, 0], ran["said"]
+    run("one")
+    one, three = (numbers(name, "ranks") for name in ("one", "three"))
+    assert three == [pytest.approx(line, rel=1e-9, abs=1e-12) for line in one]
 
 
 def test_all_weights_have_a_frozen_reference(tmp_path, monkeypatch):
