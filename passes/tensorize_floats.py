@@ -44,7 +44,8 @@ _TENSOR_OVERLOADS: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class NumberSite(Site):
-    """All numbers that the graph reads off floating-point tensors: their arithmetic may meet."""
+    """The numbers that the graph reads off floating-point tensors, all together: their arithmetic
+    may meet."""
 
     scalars: tuple[fx.Node, ...]
 
