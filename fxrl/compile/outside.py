@@ -15,7 +15,7 @@ from fxrl.compile.region_costs import Profiles, call_cost, eager_seconds, off_me
 from fxrl.ir.graph import base_of, bound, is_loss_head, is_tensor, needs_grad, shape_of, val_of
 from fxrl.ir.region import Region, region_at
 from fxrl.kernels.hopper import plan as head_plan
-from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, MADE_IN_FORWARD, parse_outputs
+from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, made_in_forward, parse_outputs
 from fxrl.ops.piecewise_head import WIDENED, online_bytes
 from fxrl.ops.sharded import Layout
 from fxrl.planner.cost import brought_bytes
@@ -182,5 +182,5 @@ def _differentiated(head: fx.Node) -> set[str]:
 def _made_in_forward(head: fx.Node) -> bool:
     """Whether a loss head's forward makes its gradients, too."""
     given = bound(head)
-    frozen = not needs_grad(given["weight"]) and not needs_grad(given["bias"])
-    return frozen and _differentiated(head) <= {*MADE_IN_FORWARD}
+    trained = needs_grad(given["weight"]) or needs_grad(given["bias"])
+    return made_in_forward(trained, _differentiated(head))

@@ -54,6 +54,7 @@ from fxrl.ops.linear_logprob.arguments import (
     LossHead,
     RowValues,
     joined_outputs,
+    made_in_forward,
     parse_outputs,
     schema_of,
 )
@@ -67,7 +68,6 @@ from fxrl.ops.linear_logprob.checks import (
 from fxrl.ops.linear_logprob.matmul import accumulation_dtype, slices
 from fxrl.ops.linear_logprob.op import (
     keep_vectors,
-    made_in_forward,
     read_by_backward,
     scaled_vectors,
 )
@@ -159,7 +159,8 @@ def _piecewise_logprob(
         raise LinearLogprobError("a head in pieces takes no bias; add it to the logits")
     check_arguments(held.whole(head))
     wanted, differentiated = asked_outputs(outputs, grad_outputs)
-    if torch.is_grad_enabled() and differentiated and made_in_forward(head, differentiated):
+    in_forward = made_in_forward(head.trains_weights, differentiated)
+    if torch.is_grad_enabled() and differentiated and in_forward:
         read = wanted | read_by_backward(head, differentiated)
         *made, _ = torch.ops.fxrl.piecewise_logprob_online.default(
             *head,

@@ -18,7 +18,7 @@ from fxrl.ops.linear_logprob.matmul import accumulation_dtype, slices
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
 DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
-MADE_IN_FORWARD = ("logprob", "lse")  # see NOTE [Why the forward makes the gradient]
+MADE_IN_FORWARD = ("logprob", "lse")
 
 Rows: TypeAlias = slice | Tensor
 
@@ -45,6 +45,11 @@ class LossHead(NamedTuple):
     def trained(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The tensors that can have a gradient, in the order in which a backward returns them."""
         return self.hidden, self.weight, self.bias, self.temperature
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether the weight or the bias has a gradient."""
+        return any(t is not None and t.requires_grad for t in (self.weight, self.bias))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,6 +154,11 @@ def schema_of(fields: Any, *, with_defaults: bool = False) -> str:
 def parse_outputs(text: str) -> tuple[str, ...]:
     """``"logprob,entropy"`` as names; the empty text names none."""
     return tuple(name for name in text.split(",") if name)
+
+
+def made_in_forward(weights_trained: bool, differentiated: Collection[str]) -> bool:
+    """Whether the forward makes the gradients; see NOTE [Why the forward makes the gradient]."""
+    return not weights_trained and {*differentiated} <= {*MADE_IN_FORWARD}
 
 
 def joined_outputs(names: Collection[str]) -> str:

@@ -56,7 +56,6 @@ from torch import Tensor
 from fxrl.ops import once_differentiable
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
-    MADE_IN_FORWARD,
     OUTPUTS,
     BackwardArguments,
     ForwardArguments,
@@ -65,6 +64,7 @@ from fxrl.ops.linear_logprob.arguments import (
     LossHead,
     RowValues,
     joined_outputs,
+    made_in_forward,
     parse_outputs,
     reduce_to_temperature,
     schema_of,
@@ -151,16 +151,12 @@ def _linear_logprob(
         *head,
         joined_outputs(wanted | read),
         joined_outputs(differentiated),
-        bool(read) and hidden.requires_grad and made_in_forward(head, differentiated),
+        bool(read)
+        and hidden.requires_grad
+        and made_in_forward(head.trains_weights, differentiated),
     )
     pairs = zip(OUTPUTS, values, strict=True)
     return tuple(v if name in wanted else v.new_empty(0) for name, v in pairs)
-
-
-def made_in_forward(head: LossHead, differentiated: set[str]) -> bool:
-    """See NOTE [Why the forward makes the gradient]."""
-    frozen = not head.weight.requires_grad and not _trains(head.bias)
-    return frozen and differentiated <= {*MADE_IN_FORWARD}
 
 
 def _trains(tensor: Tensor | None) -> bool:
@@ -171,7 +167,7 @@ def read_by_backward(head: LossHead, differentiated: set[str]) -> set[str]:
     """Values that the gradients of ``differentiated`` are made from; none if nothing is trained."""
     if not differentiated or not any(map(_trains, head.trained)):
         return set()
-    if made_in_forward(head, differentiated):
+    if made_in_forward(head.trains_weights, differentiated):
         extra = {"entropy"} if _trains(head.temperature) else set()
     else:
         extra = differentiated & {"entropy", "sum_p2"}
@@ -286,8 +282,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ]
     join(ctx)
     ctx.saved_in_forward = not ctx.differentiated or (
-        not (want_weight or want_bias)
-        and {*ctx.differentiated} <= {*MADE_IN_FORWARD}
+        made_in_forward(want_weight or want_bias, ctx.differentiated)
         and (save_vectors or not want_hidden)
         and ("entropy" in made or not want_temperature)
     )
