@@ -105,9 +105,15 @@ class CausalLM:
         model's dtype, where float64's least number is -inf, so the row is NaN; one layer later
         0 * NaN puts it into every real token of the sequence. (Narrower dtypes stay finite, SDPA
         handles such rows itself.) The batch then has to consist of equally long prompts.
+
+        NOTE [Why models that take no positions are not padded]
+        They number tokens by their place in the batch, padding included, or carry a state through
+        padding that their mask leaves out of the prompt only. With ALiBi it would do no harm, which
+        no signature tells.
         """
         eager = getattr(self._config, "_attn_implementation", None) == "eager"
-        return not (eager and dtype_of(self._embeddings) == torch.float64)
+        float64 = dtype_of(self._embeddings) == torch.float64
+        return "position_ids" in self.takes and not (eager and float64)
 
     def __call__(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any
@@ -124,7 +130,12 @@ class CausalLM:
         arguments = {name: value for name, value in arguments.items() if name in self.takes}
         arguments[self._cache] = cache
         out = self.model(input_ids=input_ids, attention_mask=mask, use_cache=True, **arguments)
-        return out.logits[:, -1], getattr(out, self._cache)
+        if (kept := getattr(out, self._cache, None)) is None:
+            raise EngineError(
+                f"{type(self.model).__name__} gives no cache back although use_cache=True; only a "
+                "decoder can draw (a BERT-like model is one with config.is_decoder=True)"
+            )
+        return out.logits[:, -1], kept
 
 
 def decode(

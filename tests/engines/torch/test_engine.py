@@ -58,17 +58,22 @@ def test_logprobs_equal_a_full_forward_for_every_architecture(kind):
     assert_logprobs_match(model, groups, atol=atol_of(model))
 
 
-def test_a_state_space_model_decodes():
-    """Its cache is one state for each layer, whatever the number of tokens."""
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+        ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 32}),
+    ],
+)
+def test_models_that_take_no_positions(kind, sizes):
+    """A state for each layer in place of keys and values; positions that count from the left."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.MambaConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    config = transformers.AutoConfig.for_model(kind, vocab_size=96, pad_token_id=0, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     engine = TorchEngine(model, eos_token_ids=EOS, pad_token_id=0)
     groups = engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=12, seed=1))
-    assert_logprobs_match(model, groups, atol=5e-6)  # it scans in float32
+    assert_logprobs_match(model, groups, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt-oss"])
@@ -297,6 +302,15 @@ def test_a_model_without_a_cache_is_refused():
 
     with pytest.raises(EngineError, match=r"NoCache.forward takes none of past_key_values"):
         TorchEngine(NoCache(2, 2), eos_token_ids=EOS, pad_token_id=0)
+
+
+def test_a_model_that_keeps_no_cache_is_refused():
+    model, _ = load_model("tiny:qwen3")
+    body = model.model.forward
+    model.model.forward = lambda use_cache, **others: body(use_cache=False, **others)
+    engine = TorchEngine(model, eos_token_ids=EOS, pad_token_id=0)
+    with pytest.raises(EngineError, match="gives no cache back"):
+        engine.generate(PROMPTS, SamplingParams(max_tokens=1))
 
 
 def test_state_without_a_generator_is_refused():
