@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from fxrl.capture._torch import enable_python_dispatcher, make_fx, maybe_enable_thunkify
+from fxrl.capture._torch import enable_python_dispatcher, make_fx, only_what_is_read
 from fxrl.compile._torch import (
     holds,
     inductor_decompositions,
@@ -231,7 +231,7 @@ class TracedBody:
     def _both(self) -> Any:
         # The partitioner tells inputs and gradients by these names.
         def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
-            with maybe_enable_thunkify():  # see lower._functional: a fifth of the trace
+            with only_what_is_read():
                 outputs, grads = self._with_grads(primals, tangents)
                 return [*(output.detach() for output in outputs), *grads]
 
