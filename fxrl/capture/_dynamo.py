@@ -52,13 +52,19 @@ from torch._dynamo.variables.misc import (
     NumpyVariable,
     StringFormatVariable,
 )
+from torch._dynamo.variables.nn_module import (
+    record_nn_module_stack,
+    unpatched_nn_module_call,
+    unpatched_nn_module_call_impl,
+)
 from torch.utils.checkpoint import checkpoint_sequential
 
-from fxrl.capture._torch import dynamo_config, dynamo_settings
+from fxrl.capture._torch import dynamo_config, dynamo_settings, global_hooks
 from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rows
 from fxrl.capture.clocks import CLOCKS, read_clock
+from fxrl.capture.repeated import again, only_again
 from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.capture.segments import in_segments
 from fxrl.ir.graph import hint
@@ -86,6 +92,8 @@ _ask_logger = LoggingLoggerVariable.call_method
 _GETATTRS = ("var_getattr", "tp_getattro_impl")  # the second from torch 2.15 on
 _GETATTR = next((name for name in _GETATTRS if name in vars(UserDefinedObjectVariable)), "")
 _attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
+_call_module = UnspecializedNNModuleVariable.call_function
+_AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
 _call_numpy = NumpyVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
@@ -589,7 +597,26 @@ class _Namespace(SimpleNamespace):
     __setattr__ = object.__setattr__
 
 
+def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A layer that equals an earlier one is one call of the graph, while it has its place. What a
+    module does around its forward is nothing without hooks, which are watched, and tracing it takes
+    4 ms a layer."""
+    token = only_again(self.value) if self.source and not global_hooks() else None
+    cache = kwargs.get("past_key_values")
+    fills = cache is not None and not cache.is_python_constant()
+    around = type(self.value).__call__, type(self.value)._call_impl
+    if token is None or fills or around != _AROUND:
+        return _call_module(self, tx, args, kwargs)
+    named = {ConstantVariable.create(name): value for name, value in kwargs.items()}
+    given = [ConstantVariable.create(token), TupleVariable([*args]), ConstDictVariable(named)]
+    install_guard(AttrSource(self.source, "forward").make_guard(GuardBuilder.ID_MATCH))
+    place = str(id(self.value)), self.get_nn_module_stack_source(), tx, self.value
+    with record_nn_module_stack(*place):
+        return TorchInGraphFunctionVariable(again).call_function(tx, given, {})
+
+
 _REPLACED: list[tuple[Any, str, Any]] = [
+    (UnspecializedNNModuleVariable, "call_function", _call_layer),
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
     (UserDefinedClassVariable, "call_function", _instance),

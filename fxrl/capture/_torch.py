@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # un
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, over the fake values as they are
-from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify as maybe_enable_thunkify  # see lower._functional
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
@@ -66,6 +67,26 @@ def fake_like(fake: FakeTensor) -> FakeTensor:
     weights of 35 layers with LoRA.
     """
     return FakeTensor(fake.fake_mode, memory_like(fake, "meta"), fake.device)
+
+
+_describe = proxy_tensor._extract_tensor_metadata
+
+
+@contextmanager
+def only_what_is_read() -> Iterator[None]:
+    """Inside, a trace holds nothing that no reader of its graph asks for.
+
+    NOTE [Why]: sizes are compared and multiplied all the time while tensors are traced (20 times
+    for each op), and each result would become a node of the graph, to be erased as dead. As a thunk
+    it becomes one only where a call takes it; AOTAutograd traces so too. And for each value it is
+    asked whether its strides are those of a memory format, symbol by symbol.
+    """
+    proxy_tensor._extract_tensor_metadata = partial(_describe, include_contiguity=False)
+    try:
+        with proxy_tensor.maybe_enable_thunkify():
+            yield
+    finally:
+        proxy_tensor._extract_tensor_metadata = _describe
 
 
 def global_hooks() -> tuple[int, ...]:

@@ -40,7 +40,7 @@ from fxrl.capture._torch import (
     has_data_mutation,
     has_effects,
     make_fx,
-    maybe_enable_thunkify,
+    only_what_is_read,
     sync,
     without_functionalize_key,
 )
@@ -220,7 +220,7 @@ def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
         twice = len({*map(id, tensors)}) < len(tensors)  # a mode traces one tensor as one value
         if twice or any(type(tensor) is not FakeTensor for tensor in tensors):
             raise _NotFunctionalError
-        with _NoWrites(), maybe_enable_thunkify():  # type: ignore[no-untyped-call]
+        with _NoWrites(), only_what_is_read():  # type: ignore[no-untyped-call]
             return function(*args)
 
     return run
@@ -240,15 +240,10 @@ class _NoWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with in-place ops made functional; writes into inputs become final copies.
-
-    NOTE [Why thunks]: sizes are compared and multiplied all the time while tensors are traced (20
-    times for each op), and each result would become a node of the graph, to be erased as dead. As
-    a thunk it becomes one only where a call takes it. AOTAutograd traces so too.
-    """
+    """``function`` with in-place ops made functional; writes into inputs become final copies."""
 
     def run(*args: Any) -> Any:
-        with without_functionalize_key(), _Functional(), maybe_enable_thunkify():
+        with without_functionalize_key(), _Functional(), only_what_is_read():
             wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
             results = function(*wrapped)
             itself = dict(zip(map(id, wrapped), args, strict=True))  # written into, and returned

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -230,9 +230,22 @@ class _Layer:
             cache.layers[index] = _UNKEPT
             return call(original, args, {**kwargs, name: _EMPTY}, {**kwargs, name: True})
 
+        _BY_FORWARD[forward] = self
         return forward
 
 
+def only_again(module: nn.Module) -> int | None:
+    """The token of a layer whose call is ``again`` of its arguments and nothing else, unless it
+    fills a cache."""
+    forward = module.__dict__.get("forward")
+    layer = None if forward is None else _BY_FORWARD.get(forward)
+    if layer is None or layer.first is layer or any(getattr(module, name) for name in _HOOKS):
+        return None
+    return layer.token
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BY_FORWARD: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
 _TOKENS = itertools.count()
 _LAYERS: WeakValueDictionary[int, _Layer] = WeakValueDictionary()
 

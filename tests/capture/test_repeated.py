@@ -509,6 +509,10 @@ def hook(model):
     model.layers[2].norm.register_forward_hook(lambda module, args, output: output * 3)
 
 
+def hook_of_a_layer(model):
+    model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+
+
 def replaced_weight(model):
     model.layers[1].qkv.weight = nn.Parameter(torch.randn_like(model.layers[1].qkv.weight))
 
@@ -519,6 +523,10 @@ def replaced_module(model):
 
 def replaced_layer(model):
     model.layers[2] = Layer(7).double()
+
+
+def swapped_layers(model):
+    model.layers[1], model.layers[2] = model.layers[2], model.layers[1]
 
 
 def gain(model):
@@ -535,7 +543,17 @@ def patched(model):
 
 @pytest.mark.parametrize(
     "change",
-    [hook, replaced_weight, replaced_module, replaced_layer, gain, thawed, patched],
+    [
+        hook,
+        hook_of_a_layer,
+        replaced_weight,
+        replaced_module,
+        replaced_layer,
+        swapped_layers,
+        gain,
+        thawed,
+        patched,
+    ],
 )
 def test_a_layer_that_is_changed_later(change):
     model = make()

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from fxrl.capture._torch import enable_python_dispatcher, make_fx, maybe_enable_thunkify
+from fxrl.capture._torch import enable_python_dispatcher, make_fx, only_what_is_read
 from fxrl.compile._torch import (
     holds,
     inductor_decompositions,
@@ -106,7 +106,7 @@ class TracedBody:
         if differentiated:
             try:
                 joint = self._trace_joint(given)
-            except _OtherStridesError as error:
+            except _OtherOutputsError as error:
                 joint = self._trace_joint(error.outputs)
             self._joint = self._joined(joint)
         else:
@@ -205,7 +205,8 @@ class TracedBody:
     def _results(self) -> list[Tensor]:
         """What looks like the outputs: as in the outer graph, where that tells their sizes.
 
-        It tells no strides, which follow from kernels: gradients are traced with dense ones first.
+        It tells no strides, which follow from kernels, and of a model on ``meta`` no device. Where
+        they are others than were taken for granted, the trace begins again with those it has met.
         """
         (results,) = self.region.forward.graph.output_node().args
         made = [self._result(node) for node in cast(tuple[fx.Node, ...], results)]
@@ -224,6 +225,11 @@ class TracedBody:
         told = [size for size in shape if size is not None]
         return self._empty(val, told, None) if len(told) == len(shape) else None
 
+    def _fits(self, grad: Tensor, output: Tensor) -> bool:
+        dense = self.region.tiled  # whatever the output is
+        alike = dense or spelled_alike(grad.stride(), output.stride())
+        return alike and (grad.device, grad.dtype) == (output.device, output.dtype)
+
     # -- the functions that are traced
     def _forward(self, *inputs: Tensor) -> list[Tensor]:
         return list(self._run(*inputs))
@@ -231,7 +237,7 @@ class TracedBody:
     def _both(self) -> Any:
         # The partitioner tells inputs and gradients by these names.
         def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
-            with maybe_enable_thunkify():  # see lower._functional: a fifth of the trace
+            with only_what_is_read():
                 outputs, grads = self._with_grads(primals, tangents)
                 return [*(output.detach() for output in outputs), *grads]
 
@@ -249,8 +255,8 @@ class TracedBody:
             ]
             outputs = list(self._run(*live))
             made = [outputs[i] for i in self.grad_outputs]
-            if not self.region.tiled and not all(map(_laid_out_alike, made, grads)):
-                raise _OtherStridesError(made)
+            if not all(map(self._fits, grads, made)):
+                raise _OtherOutputsError(made)
             pairs = [
                 (outputs[i], g)
                 for i, g in zip(self.grad_outputs, grads, strict=True)
@@ -293,16 +299,12 @@ class TracedBody:
             yield
 
 
-class _OtherStridesError(Exception):
-    """Outputs have other strides than the gradients that come back to them were traced with."""
+class _OtherOutputsError(Exception):
+    """Outputs look otherwise than the gradients that come back to them in a trace."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.outputs = outputs
-
-
-def _laid_out_alike(one: Tensor, other: Tensor) -> bool:
-    return spelled_alike(one.stride(), other.stride())
 
 
 def _keep_factors(graph: fx.Graph) -> None:
