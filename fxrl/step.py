@@ -30,7 +30,13 @@ from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
-from fxrl.ops.context_parallel import join_group, leave_groups
+from fxrl.ops.context_parallel import (
+    check_same,
+    join_group,
+    leave_groups,
+    signs_of_batch,
+    signs_of_weights,
+)
 from fxrl.planner.budget import Limits
 from fxrl.planner.target import Target
 
@@ -80,14 +86,26 @@ class TrainStep:
             FxrlError: the loss function returned no tensor.
             MissedRewriteError: ``on_miss="error"`` and a loss head was not rewritten.
             ConfigError: ``context_parallel`` asks for ranks that do not run.
+            FxrlError: ranks that share sequences were given different batches, or began with
+                different weights.
         """
-        join_group(self.config.context_parallel)
+        self._meet(batch)
         if not self._backend.captures:
             log.info("capturing the step")
         known = len(self._captured.losses.remarks)
         result = self._wrapper.run(partial(self._captured, batch))
         judge_misses(Report(self._captured.losses.remarks[known:]), self.config.on_miss)
         return result
+
+    def _meet(self, batch: Any) -> None:
+        """With the ranks that share this batch: each needs all of it, and the same weights."""
+        ranks = self.config.context_parallel
+        join_group(ranks)
+        if ranks == 1:
+            return
+        if not self._backend.captures:
+            check_same("weights", signs_of_weights(self.model), ranks)
+        check_same("batches", signs_of_batch(batch), ranks)
 
     def __copy__(self) -> TrainStep:
         return TrainStep(self._model, self._loss_fn, self.config, self._given)

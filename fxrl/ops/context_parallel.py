@@ -31,18 +31,20 @@ which a graph runs is that of its data. None stands under control flow that depe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.graph import Size
 from fxrl.ir.sizes import share_of
 from fxrl.ops import once_differentiable
+from fxrl.ops.checksum import checksum
 
 dist: Any = torch.distributed  # much of it has no types
 _library: Any = torch.library
@@ -116,6 +118,56 @@ def told_by_first(make: Callable[[], T], inputs: str, ranks: int) -> T:
     if isinstance(first, Exception):
         raise first
     return first  # type: ignore[no-any-return]
+
+
+def check_same(kind: str, told: dict[str, Any], ranks: int) -> None:
+    """Raises where the ranks of this one's group differ in what they must have alike.
+
+    Args:
+        kind: what it is, in words.
+        told: of each part, by name, what tells it from others.
+    """
+    first, *others = told_by_ranks(told, ranks)
+    for rank, other in enumerate(others, 1):
+        differing = [name for name in first | other if first.get(name) != other.get(name)]
+        if differing:
+            raise FxrlError(
+                f"ranks 0 and {rank} of {ranks} that share sequences have different {kind}: "
+                f"{', '.join(differing[:3])}; {_CURES[kind]}"
+            )
+
+
+_CURES = {
+    "batches": "give all ranks of a group the same whole batch: deal out by "
+    "torch.distributed.get_rank() // context_parallel",
+    "weights": "seed every process alike before the model and its adapters are made, or load or "
+    "broadcast what one has",
+}
+
+
+def signs_of_batch(batch: Any) -> dict[str, Any]:
+    """What tells a batch from others, by the path of each leaf. Of floats only shapes do: what a
+    model has scored may be rounded otherwise on another card, and token ids tell batches apart."""
+    whole = dict(batch) if isinstance(batch, Mapping) else batch
+    leaves, _ = pytree.tree_flatten_with_path(whole)
+    return {f"batch{pytree.keystr(path)}": _sign(leaf) for path, leaf in leaves}
+
+
+def signs_of_weights(model: nn.Module) -> dict[str, Any]:
+    """What tells weights from others, by name."""
+    return {name: (_kind(p), checksum(p.detach())) for name, p in model.named_parameters()}
+
+
+def _sign(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        plain = isinstance(leaf, bool | int | float | str | None)
+        return repr(leaf) if plain else type(leaf).__name__
+    exact = not (leaf.is_floating_point() or leaf.is_complex())
+    return (_kind(leaf), checksum(leaf) if exact else None)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _group(ranks: int) -> Any:

@@ -368,3 +368,33 @@ def test_the_first_rank_plans_for_all_and_a_refusal_is_everybodys():
         assert made == "by 0"
         assert refused == "PlanError: no plan fits"
         assert "ranks [0, 1] of 2 that share sequences have captured different graphs" in different
+
+
+def of_one_rank_alone() -> list[str]:
+    """What each of two ranks hears where the second one has something else than the first."""
+    heard, rank = [], dist.get_rank()
+    for what in ("ids", "length", "flag", "weights"):
+        model, batch = Model(), batch_of(6 + (rank if what == "length" else 0))
+        batch["flag"] = rank if what == "flag" else float("nan")  # type: ignore[assignment]
+        if rank and what == "ids":
+            batch["input_ids"] = batch["input_ids"].flip(0)
+        if rank and what == "weights":
+            model.head.weight.data[3, 3] += 1
+        try:
+            optimize(model, classes, Config(context_parallel=2))(batch)
+        except FxrlError as error:
+            heard.append(str(error))
+    return heard
+
+
+def test_ranks_that_share_sequences_have_the_same_batch_and_weights():
+    """Others would give numbers that are nobody's, or leave ranks waiting."""
+    for heard in in_ranks(2, of_one_rank_alone):
+        differing = [text.partition(" have different ")[2].partition(";")[0] for text in heard]
+        assert differing == [
+            "batches: batch['input_ids']",
+            "batches: batch['input_ids'], batch['old'], batch['mask']",
+            "batches: batch['flag']",
+            "weights: head.weight",
+        ]
+        assert all("ranks 0 and 1 of 2 that share sequences" in text for text in heard)

@@ -17,11 +17,10 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fxrl.models import Sharded
-from fxrl.models.checkpoint import bits
+from fxrl.ops.checksum import checksum
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.types import Row, TokenRow
 
@@ -119,7 +118,7 @@ def of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     digest, count = hashlib.sha256(), 0
     for name, tensor in named:
         value, count = tensor.detach(), count + 1
-        digest.update(f"{name} {value.dtype} {list(value.shape)} {_checksum(value)}\n".encode())
+        digest.update(f"{name} {value.dtype} {list(value.shape)} {checksum(value)}\n".encode())
     return f"{count} tensors, {_short(digest.hexdigest())}"
 
 
@@ -127,28 +126,6 @@ def of_tokenizer(tokenizer: Any) -> str:
     """Changes with the vocabulary and the chat template."""
     parts = [getattr(tokenizer, "chat_template", None), sorted(tokenizer.get_vocab().items())]
     return _short(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
-
-
-_PIECE = 2**22
-
-
-def _checksum(value: Tensor) -> list[int]:
-    """Sums over a tensor's bits, plain and by place, modulo 2**64."""
-    flat = value.contiguous().view(-1)
-    if flat.nbytes % 8 == 0:
-        if flat.storage_offset() * flat.itemsize % 8:
-            flat = flat.clone()
-        words = flat.view(torch.int64)
-    else:
-        words = bits(flat).to(torch.int64)
-    places = torch.arange(1, 1 + min(len(words), _PIECE), device=words.device)
-    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for start in range(0, len(words), _PIECE):
-        piece = words[start : start + _PIECE]
-        plain = piece.sum()
-        sums[0] += plain
-        sums[1] += (piece * places[: len(piece)]).sum() + start * plain
-    return list(sums.tolist())
 
 
 def _short(digest: str) -> str:

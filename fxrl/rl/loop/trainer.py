@@ -273,7 +273,7 @@ class TrainingLoop:
         self._start_of_step: dict[str, Any] = {}
         self._step_now: TrainingIteration | None = None
         self._reported = False
-        self._save_due = False
+        self._save_due, self._saved = False, 0
         self._written = 0  # the last step in metrics.jsonl
         options = parts.updater.info.options
         corrected = None if options is None else options.vllm_importance_sampling_correction
@@ -322,7 +322,7 @@ class TrainingLoop:
         config, tell = self.config, reporter.message
         metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run, tell)
         completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
-        events = self.parts.events
+        events, self._saved = self.parts.events, self.done
         try:
             hand_over(config, self.parts, self.parts.engine.policy_version)
             if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
@@ -345,6 +345,9 @@ class TrainingLoop:
                     self._tell(record, samples, reporter)
                     last = self._ends(stop)
                 self._save_if_due(reporter, last=last)
+            # What asked for the end may have done so after the step's own question.
+            if self.parts.ranks.broadcast(self._saved < self.done):
+                self._save_if_due(reporter, last=True)
             self.for_sure(metrics.flush, str(metrics.path), reporter)
             self.for_sure(completions.flush, str(completions.path), reporter)
         finally:
@@ -390,11 +393,12 @@ class TrainingLoop:
         optimizer = self.parts.updater.state_dict()
         if last:
             path = self.for_sure(lambda: self.save(optimizer), "the checkpoint", reporter)
+            self._saved = self.done
             events("on_save", self.now(), path=path)
         else:
             try:
                 path = self.save(optimizer)
-                self._save_due = False
+                self._save_due, self._saved = False, self.done
                 events("on_save", self.now(), path=path)
                 self.write_page(reporter)
             except StorageError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fxrl.rl.loop.trainer import TrainingLoop
 from fxrl.rl.train import main
 from tests.rl.metrics import numbers
 
@@ -387,3 +388,18 @@ def test_a_resumed_run_keeps_what_it_cannot_read(behaving, capsys):
     assert [line["step"] for line in numbers("out")] == [2, 3, 4]
     damaged = Path("out/metrics.jsonl.damaged").read_bytes()
     assert damaged.replace(b"\xff", b"") == first
+
+
+def test_a_signal_between_two_steps_loses_none(config_file, monkeypatch):
+    """It comes when the step has asked whether it is the last."""
+    asked = TrainingLoop._ends
+
+    def signalled(loop, stop):
+        ends = asked(loop, stop)
+        if loop.done == 1 and stop.signum is None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return ends
+
+    monkeypatch.setattr(TrainingLoop, "_ends", signalled)
+    assert main(str(config_file), ["run_dir=out", "save_every=0"]) == 130
+    assert [path.name for path in Path("out/checkpoints").iterdir()] == ["step-00000001"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxrl.ops import checksum
 from fxrl.rl.loop import fingerprint
 
 
@@ -64,7 +65,7 @@ def test_code_and_what_it_uses_beside_it(written):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 @pytest.mark.parametrize("shape", [(), (3,), (4, 6), (0,)])
 def test_any_bit_of_the_weights(dtype, shape, monkeypatch):
-    monkeypatch.setattr(fingerprint, "_PIECE", 5)
+    monkeypatch.setattr(checksum, "_PIECE", 5)
     model = nn.Module()
     values = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     model.weight = nn.Parameter(values, requires_grad=False)
