@@ -97,7 +97,7 @@ _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
 # None in torch 2.11, whose own can be rebuilt.
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
-_register_hook = TensorVariable.method_register_hook
+_register_hook = TensorVariable._method_register_hook
 # Torch 2.15 does.
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
 
@@ -426,12 +426,13 @@ def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) ->
     function(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
 
-def _hooked(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _hooked(self: Any, tx: Any, name: str, hook: Any) -> Any:
     """A hook that looks away from its gradient is hung on the loss, by code behind the graph."""
     ignored = tx.next_instruction.opname == "POP_TOP"  # the handle, which would remove the hook
-    if kwargs or self.source or not ignored or _in_body(tx) or not _looks_away(*args):
-        return _register_hook(self, tx, *args, **kwargs)
-    tx.output.root_tx.debug_locals.append((_HookHanger(hang_on_loss), list(args)))
+    may_wait = name == "register_hook" and ignored and not self.source and not _in_body(tx)
+    if not may_wait or not _looks_away(hook):
+        return _register_hook(self, tx, name, hook)
+    tx.output.root_tx.debug_locals.append((_HookHanger(hang_on_loss), [hook]))
     return ConstantVariable.create(None)
 
 
@@ -619,7 +620,7 @@ class _Namespace(SimpleNamespace):
 _REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
-    (TensorVariable, "method_register_hook", _hooked),
+    (TensorVariable, "_method_register_hook", _hooked),
     (UserDefinedClassVariable, "call_function", _instance),
     (NumpyVariable, "call_function", _averaged),
     (LoggingLoggerVariable, "call_method", _asked),

@@ -1,4 +1,4 @@
-"""``tensor.register_hook(hook)`` between logits and loss, of a hook that never looks at its gradient.
+"""``tensor.register_hook(hook)`` before the loss, of a hook that never looks at its gradient.
 
 Such a hook counts backwards, or asks whether one may run: libraries put one on what a model
 returns. On the logits it would keep them and their gradient alive. So the graph is captured without
