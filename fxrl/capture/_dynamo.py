@@ -44,6 +44,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
 from torch._dynamo.variables.lists import BaseListVariable, ListVariable, SizeVariable
 from torch._dynamo.variables.misc import (
     DebuggingVariable,
@@ -64,6 +65,7 @@ from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rows
 from fxrl.capture.clocks import CLOCKS, read_clock
+from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.repeated import again, only_again
 from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.capture.segments import in_segments
@@ -103,6 +105,7 @@ _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
 # None in torch 2.11, whose own can be rebuilt.
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
+_register_hook = TensorVariable._method_register_hook
 # Torch 2.15 does.
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
 
@@ -123,7 +126,7 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     and so is a loop over as many rows as were found. What is printed waits for the graph's end, a
     clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph
     must end inside of a function that is called, it ends where the rest can still be captured
-    (``_may_end``).
+    (``_may_end``). A hook for a gradient that it never looks at waits for the loss.
     """
     tables = [one.dispatch_table for one in _TRANSLATORS]
     before = [list(table) for table in tables]
@@ -431,6 +434,31 @@ def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) ->
     function(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
 
+def _hooked(self: Any, tx: Any, name: str, hook: Any) -> Any:
+    """A hook that looks away from its gradient is hung on the loss, by code behind the graph."""
+    ignored = tx.next_instruction.opname == "POP_TOP"  # the handle, which would remove the hook
+    may_wait = name == "register_hook" and ignored and not self.source and not _in_body(tx)
+    if not may_wait or not _looks_away(hook):
+        return _register_hook(self, tx, name, hook)
+    tx.output.root_tx.debug_locals.append((_HookHanger(hang_on_loss), [hook]))
+    return ConstantVariable.create(None)
+
+
+def _looks_away(hook: Any) -> bool:
+    given, hook = 0, hook.realize()
+    while isinstance(hook, FunctoolsPartialVariable):
+        given, hook = given + len(hook.args), hook.func.realize()
+    bound = isinstance(hook, UserMethodVariable)  # its self is given
+    return hasattr(hook, "get_code") and looks_away(hook.get_code(), given + bound)
+
+
+class _HookHanger(DebuggingVariable):
+    """Calls ``hang_on_loss``."""
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.load_import_from(hang_on_loss.__module__, hang_on_loss.__name__)
+
+
 def _in_body(tx: Any) -> bool:
     """Whether what is traced is a graph of its own inside of the one at hand."""
     return tx.output.current_tracer.parent is not None or any(
@@ -619,6 +647,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
+    (TensorVariable, "_method_register_hook", _hooked),
     (UserDefinedClassVariable, "call_function", _instance),
     (NumpyVariable, "call_function", _averaged),
     (LoggingLoggerVariable, "call_method", _asked),

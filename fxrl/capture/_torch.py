@@ -47,6 +47,7 @@ EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
 STATIC_INPUT = "_dynamo_static_input_type"  # in an input's "tensor_dict": a module's parameter or buffer
 cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was compiled of a function
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
+COMPILES = torch._dynamo.convert_frame.__name__  # the module that every compilation runs through
 dynamo_config: Any = torch._dynamo.config
 reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled of a function, which Dynamo keeps for ever
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.capture._dynamo import plain_python_is_traced
 from fxrl.capture._torch import (
+    COMPILES,
     GuardOnDataDependentSymNode,
     TorchDynamoException,
     Variation,
@@ -36,6 +38,7 @@ from fxrl.capture.branches import Branches, CannotBeginAnewError, random_state
 from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.dynamic import mark_batch
+from fxrl.capture.gradient_hooks import hung
 from fxrl.capture.repeated import RepeatedLayers
 from fxrl.capture.scoped_hooks import Takeover, install_collectors
 from fxrl.errors import FxrlError
@@ -198,7 +201,7 @@ class CapturedLoss:
             breaks_inside() as breaks,
         ):
             try:
-                result = self.compiled[key](batch)
+                result = hung(self.compiled[key], batch)
             except CheckFailedError as failed:
                 if new and failed.branch is not None:  # it has never run to its end
                     del captures[before:], self.compiled[key]
@@ -210,7 +213,7 @@ class CapturedLoss:
                     raise own from None
                 if isinstance(own, FxrlError):
                     raise own from None  # its text is all that a user needs
-                capturing = isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode))
+                capturing = _while_compiling(error)
                 tried = _frames() > frames and not self._backend.only_explain
                 if isinstance(error, torch.OutOfMemoryError) or not (capturing or tried):
                     raise
@@ -289,6 +292,13 @@ def _frames() -> int:
 def _skipped() -> int:
     """How many of them it gave no code for."""
     return _frames() - int(compile_counters["frames"]["ok"])
+
+
+def _while_compiling(error: Exception) -> bool:
+    """Whether Dynamo raised it, or let it through: some kinds it does not wrap."""
+    known = isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode))
+    frames = traceback.walk_tb(error.__traceback__)
+    return known or any(frame.f_globals.get("__name__") == COMPILES for frame, _ in frames)
 
 
 def _next(way: int, failure: Exception) -> int:

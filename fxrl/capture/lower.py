@@ -55,6 +55,7 @@ from fxrl.ir.graph import (
     clone,
     eliminate_dead_code,
     has_hint,
+    hint,
     is_call,
     needs_grad,
     propagate_requires_grad,
@@ -141,6 +142,7 @@ def lower(
     opaque.restore(lowered)
     _forget_offsets(lowered.graph)
     with _tracing(examples):
+        _pad_rows_in_order(lowered.graph)
         _settle_slices(lowered.graph)
     eliminate_dead_code(lowered.graph)
     propagate_requires_grad(lowered.graph)
@@ -433,6 +435,20 @@ def _forget_offsets(graph: fx.Graph) -> None:
             ):
                 for asserted in list(compared.users):
                     graph.erase_node(asserted)
+
+
+def _pad_rows_in_order(graph: fx.Graph) -> None:
+    """A pad whose width varies is traced as contiguous. By nothing it is a clone, which lies as its
+    input does, and what views it would fail: a length that fills the last chunk as it is."""
+    for pad in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
+        source, widths = cast(tuple[fx.Node, list[Any]], pad.args[:2])
+        strides = [hint(stride) for stride in val_of(source).stride()]
+        if any(isinstance(one, fx.Node) for one in widths) and strides != sorted(strides)[::-1]:
+            builder = Builder(graph)
+            with builder.before(pad):
+                dense = {"memory_format": torch.contiguous_format}
+                rows = builder.call(aten.clone.default, source, **dense)
+            pad.replace_input_with(source, rows)
 
 
 def _settle_slices(graph: fx.Graph) -> None:

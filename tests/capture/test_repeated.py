@@ -460,6 +460,22 @@ def test_a_layer_that_differs_in_the_trace(kind, model):
     assert any("one by one" in remark.reason for remark in step.report.remarks)
 
 
+def test_an_error_that_dynamo_lets_through_is_not_the_calls(monkeypatch):
+    """Two kinds of its own: IndexError, which PEFT's LoHa meets, and AssertionError."""
+    env = torch.fx.experimental.symbolic_shapes.ShapeEnv
+
+    def fails(*_, **__):
+        monkeypatch.undo()
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(env, "produce_guards_verbose", fails)
+    model = make()
+    step = optimized(model)
+    check(step, model)
+    assert not once(step)
+    assert any("one by one" in remark.reason for remark in step.report.remarks)
+
+
 def test_layers_that_count_their_calls_count_them():
     model = make(Counts)
     step = optimized(model)

@@ -128,6 +128,15 @@ def inverted(model: Model, ids: Tensor) -> Any:
     return Output(model.head(model.hidden(ids) @ torch.linalg.inv(model.mix.weight)))
 
 
+def in_chunks(model: Model, ids: Tensor) -> Any:
+    """As Qwen3-Next's linear attention: features first, and the last chunk of four filled up, by
+    nothing where it is full."""
+    x, length = model.hidden(ids), ids.size(1)
+    rows = nn.functional.pad(x.transpose(1, 2), (0, -length % 4))
+    mixed = rows.reshape(rows.size(0) * WIDTH, -1, 4).cumsum(-1).reshape(rows.shape)
+    return Output(model.head(x + mixed[..., :length].transpose(1, 2)))
+
+
 def checkpointed_head(model: Model, ids: Tensor) -> Any:
     """The product alone; what is read of it stands outside."""
     return Output(checkpoint(model.head, model.hidden(ids), use_reentrant=False))
@@ -187,6 +196,7 @@ USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = 
     (plain, lists_of_numbers, ({k: v.tolist() for k, v in DRAWS[0].items()},)),
     (rotated, mean_logp, DRAWS[:1]),
     (checkpointed_head, mean_logp, DRAWS[:1]),
+    (in_chunks, mean_logp, (make_batch(3, 8), make_batch(2, 9), make_batch(2, 12))),
 ]
 
 
