@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows import compute, layout
-from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, walk
+from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, spelled, walk
 from fxrl.analysis.rows.heads import factors, find_heads, find_wide_products, narrow_heads
 from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
@@ -177,6 +177,13 @@ def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
             yield Miss(cluster[0], refusal)
 
 
+def _asserted_equal(graph: fx.Graph) -> set[frozenset[str]]:
+    """Pairs of sizes that each run asserts to be equal: of two masks that select the same rows."""
+    asserts = graph.find_nodes(op="call_function", target=aten._assert_scalar.default)
+    tests = [node.args[0] for node in asserts]
+    return {frozenset(map(spelled, test.args)) for test in tests if is_call(test, operator.eq)}
+
+
 class _Walk:
     """One pass over the graph with the rules, and the questions asked of it afterwards.
 
@@ -195,7 +202,14 @@ class _Walk:
         guards: bool = True,
     ) -> None:
         self._joins = joins
-        self.rules = RowRules(wide, RULES, compute.pointwise, narrow_products=joins, guards=guards)
+        self.rules = RowRules(
+            wide,
+            RULES,
+            compute.pointwise,
+            narrow_products=joins,
+            guards=guards,
+            asserted=_asserted_equal(graph),
+        )
         self.heads = heads
         self.refused: dict[fx.Node, Refusal] = {}
         self.first_steps: dict[fx.Node, tuple[RowValue, compute.SecondStep]] = {}
