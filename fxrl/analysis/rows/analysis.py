@@ -335,7 +335,8 @@ class _Walk:
                 chains.setdefault(expr.leaf.node, set()).add(id(expr))
         if any(len(found) > 1 for found in chains.values()):
             reason = "the logits of different tokens are combined"
-            raise Refusal(reason, "take the vocabulary reduction per token first", output.node)
+            cure = "reduce over the vocabulary first, or multiply each part's rows by the head"
+            raise Refusal(reason, cure, output.node)
 
     def _outputs(self, wide: list[fx.Node]) -> list[RowOutput]:
         """Narrow values that read a wide one and are themselves read."""

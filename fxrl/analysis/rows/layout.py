@@ -98,7 +98,8 @@ def _reshaped_tags(rules: RowRules, value: RowValue, sizes: tuple[Size, ...]) ->
         i_end, j_end = _block(rules, old, new, i, j)
         block_tags = {tag for _, tag in old[i:i_end]}
         if TOKEN in block_tags and len(block_tags) > 1:
-            raise Refusal("a view merges token dims with the vocabulary dim")
+            cure = "pick entries with gather, or with x[rows, ids]"
+            raise Refusal("a view merges token dims with the vocabulary dim", cure)
         for size, dim in new[j:j_end]:
             if TOKEN in block_tags:
                 tags[dim] = TOKEN
@@ -493,7 +494,8 @@ def index(rules: RowRules, node: fx.Node) -> RowValue:
             raise Refusal("the vocabulary is indexed by something other than one list of ids")
         return _taken(rules, node, value, dims[0], ids)
     if any(len({value.is_token(d) for d in span}) > 1 for span, _ in spans):
-        raise Refusal("a mask covers tokens and vocabulary together")
+        cure = "multiply by it, and sum over the vocabulary"
+        raise Refusal("a mask covers tokens and vocabulary together", cure)
     if len(dims) == 1 and dims[0] != 0 and _is_list(spans[0][1]):
         return _taken(rules, node, value, dims[0], spans[0][1])
     tokens = [span for span in spans if value.is_token(span[0][0])]
@@ -579,14 +581,16 @@ def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     (dims, where), *more = _spans(given["indices"])
     written = given["values"]
     if more or given["accumulate"] or not all(map(is_one, shape_of(written))):
-        raise Refusal("an indexed write fxrl cannot follow")
+        cure = "write where a mask says: torch.where"
+        raise Refusal("an indexed write fxrl cannot follow", cure)
     val = val_of(where)
     if val.dtype == torch.bool:
         mask = _mask(rules, value, dims, where)
     elif _is_list(where) and not value.is_token(dims[0]):
         mask = _membership(rules, value, dims[0], where)
     else:
-        raise Refusal("an indexed write selects tokens")
+        cure = "write where a mask says: torch.where"
+        raise Refusal("an indexed write selects tokens", cure)
     filling = operand(rules, written, value.tags, value.sizes)
     expr = rules.pool.call(aten.where.self, mask, filling, value.expr)
     return RowValue(expr, value.tags, shape_of(node))

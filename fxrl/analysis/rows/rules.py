@@ -282,17 +282,22 @@ def _row_operand(
     for position, tag, size in _positions(value.tags, value.sizes, rank):
         if tag == TOKEN:
             if tags[position] != TOKEN or not rules.same_size(size, sizes[position]):
-                raise Refusal("tokens are paired with other tokens by broadcasting")
+                raise _pairs_tokens()
             tokens += 1
         elif tags[position] != TOKEN:
             local_at[position] = size
     if tokens != tags.count(TOKEN):
-        raise Refusal("tokens are paired with other tokens by broadcasting")
+        raise _pairs_tokens()
     wanted = [p for p, tag in enumerate(tags) if tag != TOKEN]
     shape = [static(local_at.get(p, 1)) for p in wanted]
     if [static(s) for s in value.local_sizes] == shape:
         return value.expr
     return rules.pool.call(aten.reshape.default, value.expr, (-1, *shape))
+
+
+def _pairs_tokens() -> Refusal:
+    cure = "expand the hidden states to the tokens ahead of the product with the head"
+    return Refusal("tokens are paired with other tokens by broadcasting", cure)
 
 
 def shared_leaf(rules: RowRules, node: fx.Node) -> RowExpr:
