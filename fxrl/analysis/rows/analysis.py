@@ -87,6 +87,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (layout.write_columns, (
         aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_add.default,
         aten.index_copy.default)),
+    (layout.masked_select, (aten.masked_select.default,)),
     (layout.index_put, (aten.index_put.default,)),
     (layout.write_part, (aten.slice_scatter.default, aten.select_scatter.default)),
 ]

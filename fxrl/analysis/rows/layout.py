@@ -574,6 +574,12 @@ def _takes_all_rows(rules: RowRules, tokens: Spans, value: RowValue) -> bool:
     return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)
 
 
+def masked_select(rules: RowRules, node: fx.Node) -> RowValue:
+    """Entries one by one: where a mask selects whole rows the lowering has made it ``x[rows]``."""
+    cure = "select rows by a mask of the rows: x[mask]"
+    raise Refusal(f"{op_name(node)} takes entries one by one", cure)
+
+
 # ---------------------------------------------------------------------------- writes into a part
 def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     """``z[mask] = x`` and ``z[..., ids] = x`` of one value: a choice between old and new."""
