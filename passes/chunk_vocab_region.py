@@ -24,6 +24,7 @@ import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
 from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
 from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
 from fxrl.analysis.rows.emit import Feeds, RowEmitter, body_graph
+from fxrl.analysis.rows.expr import Leaf
 from fxrl.config import Config, parse_bytes
 from fxrl.ir.graph import last_input, needs_grad, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
@@ -130,12 +131,17 @@ def _feed(emitter: RowEmitter, program: RowProgram) -> Feeds:
     return emitter.inputs(program.roots)
 
 
+def _is_trained(leaf: Leaf, feed: fx.Node) -> bool:
+    """Whether a gradient goes back to a leaf: a row's number says only where it is."""
+    return needs_grad(leaf.node) and val_of(feed).is_floating_point()
+
+
 def _replace(
     gm: fx.GraphModule, emitter: RowEmitter, program: RowProgram, inputs: Feeds, tile: int
 ) -> None:
     body = body_graph(program.roots, [expr for expr, _, _ in inputs])
     specs = [
-        InputSpec(val_of(node), leaf.tiled, back and needs_grad(leaf.node))
+        InputSpec(val_of(node), leaf.tiled, back and _is_trained(leaf, node))
         for (_, leaf, node), back in zip(inputs, differentiated(body), strict=True)
     ]
     rows = specs[0].example.shape[0]

@@ -63,7 +63,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 from fxrl.capture._torch import dynamo_config, dynamo_settings, global_hooks
 from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
-from fxrl.capture.checks import check, counted_rows
+from fxrl.capture.checks import check, counted_rounds, counted_rows
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.repeated import again, only_again
@@ -99,6 +99,7 @@ _AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
 _call_numpy = NumpyVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
+_make_range: Any = BuiltinVariable.call_range
 _print = DebuggingVariable.call_function
 _end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
@@ -123,10 +124,17 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     whose weight it is. A class that says itself what it has for instances is asked. A
     ``SimpleNamespace`` is made: small models return one. A branch on a tensor's value that only
     raises is a check (``fxrl.capture.checks``); in the first graph of ``root`` others are followed,
+<<<<<<< HEAD
     and so is a loop over as many rows as were found. What is printed waits for the graph's end, a
     clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph
     must end inside of a function that is called, it ends where the rest can still be captured
     (``_may_end``). A hook for a gradient that it never looks at waits for the loss.
+=======
+    and so is a loop over as many rows as were found, or over chunks of them. What is printed waits
+    for the graph's end, a clock is read as the graph runs, and a progress bar around a loop is left
+    out. Where a graph must end inside of a function that is called, it ends where the rest can
+    still be captured (``_may_end``).
+>>>>>>> idioms
     """
     tables = [one.dispatch_table for one in _TRANSLATORS]
     before = [list(table) for table in tables]
@@ -325,6 +333,28 @@ def _likely_length(rows: torch.Tensor) -> int | None:
 
 
 _MANY_ROWS = 1000  # each round of a loop is traced
+
+
+def _range(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``range(0, n, 512)`` over as many rows as data says: of so many rounds, which is checked."""
+    zero, one = ConstantVariable.create(0), ConstantVariable.create(1)
+    given = [arg.realize() for arg in args]
+    if len(given) not in (1, 2, 3):
+        return _make_range(self, tx, *args, **kwargs)
+    start, stop, step = (zero, *given, one) if len(given) == 1 else (*given, one)[:3]
+    fixed = start.is_python_constant() and step.is_python_constant()
+    unknown = isinstance(stop, SymNodeVariable) and _known_when_run(stop)
+    *_, frame = torch._guards.TracingContext.extract_stack()
+    place = (frame.filename, frame.lineno or 0)
+    branch, rounds = (fixed and unknown and _follow(tx.output, place, 1)) or (0, _MANY_ROWS)
+    if rounds >= _MANY_ROWS:
+        return _make_range(self, tx, *args, **kwargs)
+    first, by = start.as_python_constant(), step.as_python_constant()
+    call = tx.output.create_proxy
+    end = call("call_function", torch.scalar_tensor, (stop.as_proxy(),), {"dtype": torch.int64})
+    call("call_function", counted_rounds, (end, first, by, rounds, branch), {})
+    ends = (first, first + rounds * by, by)
+    return _make_range(self, tx, *map(ConstantVariable.create, ends))
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -654,6 +684,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (logging.getLogger, "_dynamo_marked_constant", True),
     (SkipFunctionVariable, "call_function", _skipped),
     (BuiltinVariable, "call_isinstance", _isinstance),
+    (BuiltinVariable, "call_range", _range),
     (DebuggingVariable, "call_function", _print_later),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),

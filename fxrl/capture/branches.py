@@ -4,7 +4,8 @@ Dynamo ends the graph at such a branch: inside of a model all that follows is cu
 Here the code is followed one way, as Dynamo follows one type of each argument, and an op ends the
 call where the value goes the other way (``fxrl.capture.checks``). The call then begins anew with a
 capture of that way, which stays beside the first one. ``for expert in (chosen > 0).nonzero()`` is
-followed likewise, for one count of rows: at first for all that there may be.
+followed likewise, for one count of rows: at first for all that there may be; and so is
+``for i in range(0, n, 512)`` over the rows that a mask selects, at first for one round.
 
 NOTE [Why a call may begin anew]: nothing has happened by then that anybody could see. Only branches
 of the loss's first graph are followed; that graph is functional once it is rewritten, so buffers
@@ -24,7 +25,7 @@ from types import CodeType
 import torch
 from torch import fx
 
-from fxrl.capture.checks import check, counted_rows
+from fxrl.capture.checks import check, counted_rounds, counted_rows
 from fxrl.ir.graph import modules_of
 
 _TURNS = 3  # a branch that turns more often decides anew at each call: Dynamo ends the graph there
@@ -109,7 +110,7 @@ class CannotBeginAnewError(Exception):
 
 def follows_branches(gm: fx.GraphModule) -> bool:
     """Whether a call of this graph may end at a branch."""
-    return any(n.target is counted_rows or _is_branch(n) for n in _calls(gm))
+    return any(n.target in (counted_rows, counted_rounds) or _is_branch(n) for n in _calls(gm))
 
 
 def _is_branch(call: fx.Node) -> bool:

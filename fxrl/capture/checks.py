@@ -4,7 +4,7 @@ Traced code cannot raise what the user's code would: the text is made of values.
 does nothing but raise becomes one op, which ends the call when its tensor is false; the loss is
 then run as it was written, and raises its own error from its own line, or handles it. A branch that
 does something else is followed one way, and checked likewise (``fxrl.capture.branches``). So is a
-loop over the rows that were found: for as many as there may be.
+loop over the rows that were found: for as many as there may be; and one over chunks of them.
 """
 
 from __future__ import annotations
@@ -66,3 +66,22 @@ def _(rows: Tensor, count: int, branch: int) -> Tensor:
 
 counted_rows = torch.fx.has_side_effect(torch.ops.fxrl.counted_rows.default)
 """A tensor of indices as one of ``count`` rows; raises ``CheckFailedError`` where it has others."""
+
+
+@torch.library.custom_op(
+    "fxrl::counted_rounds",
+    mutates_args=(),
+    schema="(Tensor stop, int start, int step, int count, int branch) -> ()",
+)
+def _counted_rounds(stop: Tensor, start: int, step: int, count: int, branch: int) -> None:
+    if (found := len(range(start, int(stop), step))) != count:
+        raise CheckFailedError(branch, found)
+
+
+@_counted_rounds.register_fake
+def _(stop: Tensor, start: int, step: int, count: int, branch: int) -> None:
+    pass
+
+
+counted_rounds = torch.fx.has_side_effect(torch.ops.fxrl.counted_rounds.default)
+"""Raises ``CheckFailedError`` where ``range(start, stop, step)`` is not ``count`` long."""

@@ -14,6 +14,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -49,6 +50,7 @@ from fxrl.capture.opaque import OpaqueCalls, is_opaque, is_whole, under
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     CALL_LAYER,
+    RESHAPES,
     as_node,
     body_of,
     bound,
@@ -101,6 +103,18 @@ _OPENED: Any = get_decompositions(
 )
 
 
+def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> Any:
+    """``x[mask]``, and where whole rows of ``x`` are selected or left, by a mask of the rows."""
+    x, rows = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
+    rank = rows.dim()
+    while rows.dim() > 1 and rows.stride(-1) == 0:
+        rows = rows.select(-1, 0)
+    return x[rows].reshape(-1) if rows.dim() < rank else NotImplemented
+
+
+_OPENED[aten.masked_select.default] = _masked_select
+
+
 def lower(
     gm: fx.GraphModule, *, grad_enabled: bool = True, known: dict[Any, fx.GraphModule] | None = None
 ) -> fx.GraphModule:
@@ -144,6 +158,7 @@ def lower(
     with _tracing(examples):
         _pad_rows_in_order(lowered.graph)
         _settle_slices(lowered.graph)
+    _rejoin_rows(lowered.graph)
     eliminate_dead_code(lowered.graph)
     propagate_requires_grad(lowered.graph)
     if not grad_enabled:
@@ -483,6 +498,23 @@ def _settle_slices(graph: fx.Graph) -> None:
                 for changed, val in was.items():
                     changed.meta["val"] = val
                 return
+
+
+def _rejoin_rows(graph: fx.Graph) -> None:
+    """Let ``x.view(-1).view(n, V)`` look at ``x``: what was laid flat between had rows before."""
+    builder = Builder(graph)
+    for node in list(graph.nodes):
+        flat = node.args[0] if is_call(node, *RESHAPES) else None
+        if not is_call(flat, *RESHAPES) or len(shape_of(flat)) != 1:
+            continue
+        source = as_node(flat.args[0])
+        node.update_arg(0, source)
+        for reader in [user for user in flat.users if is_call(user, aten.sym_size.int)]:
+            with builder.before(reader):
+                sizes = (
+                    builder.call(aten.sym_size.int, source, d) for d in range(len(shape_of(source)))
+                )
+                reader.replace_all_uses_with(reduce(partial(builder.call, operator.mul), sizes))
 
 
 def _check_size(builder: Builder, holds: fx.Node, node: fx.Node) -> None:

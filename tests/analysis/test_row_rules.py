@@ -176,6 +176,7 @@ REFUSED = {
     "a matrix product contracts tokens": lambda z, x: (z @ z.t()).amax(-1),
     "tokens are padded with constants": lambda z, x: F.pad(z, (0, 0, 1, 0), value=1.0).amax(-1),
     "a view merges token dims": lambda z, x: z.reshape(-1).cumsum(0),
+    "aten.masked_select.default takes entries": lambda z, x: z.masked_select(z > 0).cumsum(0),
     "tokens are paired with other tokens": lambda z, x: (z[:, None] * z[None]).sum(-1),
     "the logits of different tokens": lambda z, x: (z[1:] * z[:-1]).sum(-1),
     "aten.native_dropout.default draws random": lambda z, x: F.dropout(z).amax(-1),

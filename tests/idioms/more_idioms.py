@@ -1235,7 +1235,7 @@ def columns_added_and_copied(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def tokens_filled(hidden, weight, ids):
     z = head(hidden, weight).index_fill(1, torch.tensor([2]), 0.0)
     return -_logp(z, ids[:, 1:]).mean()
@@ -1402,3 +1402,79 @@ def mask_from_a_quantile_of_entropies(hidden, weight, ids, mask, adv):
         entropy = Categorical(logits=z).entropy()
         keep = entropy >= torch.quantile(entropy.flatten(), 0.8)
     return _pg(lp, mask * F.pad(keep, (1, 0)), adv)
+
+
+# ---------------------------------------------------------------- a vocabulary for some tokens
+@shape(APPLY)
+def bias_of_each_sequence(hidden, weight, bias, ids, mask, adv):
+    own = adv[:, None, None] * bias  # [B, 1, V], trained
+    return _pg(_logp(head(hidden, weight) + own, ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def words_that_each_sequence_may_use(hidden, weight, ids, allowed):
+    may = allowed[:, 0] | F.one_hot(ids, allowed.size(-1)).bool().any(1)
+    return -_logp(head(hidden, weight).masked_fill(~may[:, None], -1e9), ids[:, 1:]).mean()
+
+
+@shape(APPLY)
+def bag_of_words_of_each_sequence(hidden, weight, ids, mask):
+    words = F.one_hot(ids, len(weight)).sum(1).to(hidden.dtype)
+    lp = head(hidden, weight).log_softmax(-1)
+    return _mean(-(lp * words[:, None]).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def prior_of_each_position(hidden, weight, soft_targets, mask):
+    lp = head(hidden, weight).log_softmax(-1).transpose(1, 2)  # [B, V, T]
+    prior = soft_targets[:1].log().transpose(1, 2)
+    return _mean((lp.exp() * (lp - prior)).sum(1), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- rows that are listed twice
+@shape(APPLY)
+def smoothed_targets_with_padding_rows_filled(hidden, weight, ids):
+    lp = head(hidden, weight).log_softmax(-1).flatten(0, 1)
+    target = ids[:, 1:].flatten()
+    truth = torch.full_like(lp, 0.1).detach().scatter(1, target[:, None], 0.9)
+    padding = (target % 3 == 0).nonzero().squeeze(1)
+    return F.kl_div(lp, truth.index_fill(0, padding, 0.0), reduction="sum")
+
+
+@shape(APPLY)
+def one_sequence_filled(hidden, weight, ids, value_w):
+    lp = head(hidden, weight).log_softmax(-1)
+    lp = lp.index_fill(0, torch.tensor([1]), value_w[0])
+    return -lp.gather(-1, ids[:, 1:, None]).mean()
+
+
+@shape(APPLY)
+def teacher_and_student_selected_by_equal_masks(hidden, weight, soft_targets, mask):
+    keep = mask[:, 1:]
+    student, teacher = head(hidden, weight)[keep == 1], soft_targets[keep == 1]
+    return F.kl_div(student.log_softmax(-1), teacher, reduction="batchmean")
+
+
+@shape(APPLY)
+def further_columns_from_a_teacher(hidden, weight, soft_targets, mask):
+    z = F.pad(head(hidden, weight), (0, 3))
+    teacher = F.pad(soft_targets, (0, 3), value=0.2)
+    z[..., -3:] = teacher[..., -3:]
+    return _mean((teacher * -z.log_softmax(-1)).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def rows_picked_by_masked_select(hidden, weight, soft_targets, mask):
+    keep = (mask[:, 1:, None] == 1).expand_as(soft_targets)
+    student, teacher = (
+        torch.masked_select(one, keep).view(-1, one.size(-1))
+        for one in (head(hidden, weight), soft_targets)
+    )
+    return F.kl_div(student.log_softmax(-1), teacher, reduction="batchmean")
+
+
+@shape(APPLY)
+def rows_picked_by_a_mask_that_broadcasts(hidden, weight, ids, mask):
+    keep = mask[:, 1:] == 1
+    rows = torch.masked_select(head(hidden, weight), keep[..., None]).view(-1, len(weight))
+    return F.cross_entropy(rows, torch.masked_select(ids[:, 1:], keep))

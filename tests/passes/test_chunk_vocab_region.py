@@ -187,7 +187,7 @@ MISSES = {
     "return what is computed from them, per token",
     reenters: "the logits re-enter a layer that keeps the vocabulary dim (at %mm_1)",
     pairs_neighbours: "the logits of different tokens are combined (at %sum_1); "
-    "take the vocabulary reduction per token first",
+    "reduce over the vocabulary first, or multiply each part's rows by the head",
     sums_over_tokens: "aten.mean.dim reduces over tokens (at %mean); "
     "reduce over the vocabulary first: what that gives per token may then be reduced",
     normalises_over_tokens: "aten._log_softmax.default runs over tokens (at %_log_softmax); "
@@ -196,8 +196,9 @@ MISSES = {
     "which a recompute would repeat (at %native_dropout)",
     has_no_rule: "no row rule for aten.renorm.default (at %renorm)",
     merges_tokens_with_the_vocabulary: "a view merges token dims with the vocabulary dim "
-    "(at %view)",
-    selects_by_value: "a mask covers tokens and vocabulary together (at %index)",
+    "(at %view); pick entries with gather, or with x[rows, ids]",
+    selects_by_value: "a mask covers tokens and vocabulary together (at %index); "
+    "multiply by it, and sum over the vocabulary",
 }
 
 

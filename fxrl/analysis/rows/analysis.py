@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows import compute, layout
-from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, walk
+from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, spelled, walk
 from fxrl.analysis.rows.heads import factors, find_heads, find_wide_products, narrow_heads
 from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
@@ -87,6 +87,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (layout.write_columns, (
         aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_add.default,
         aten.index_copy.default)),
+    (layout.masked_select, (aten.masked_select.default,)),
     (layout.index_put, (aten.index_put.default,)),
     (layout.write_part, (aten.slice_scatter.default, aten.select_scatter.default)),
 ]
@@ -174,6 +175,13 @@ def _judged(walked: _Walk) -> Iterator[HeadSite | Miss]:
             yield Miss(cluster[0], refusal)
 
 
+def _asserted_equal(graph: fx.Graph) -> set[frozenset[str]]:
+    """Pairs of sizes that each run asserts to be equal: of two masks that select the same rows."""
+    asserts = graph.find_nodes(op="call_function", target=aten._assert_scalar.default)
+    tests = [node.args[0] for node in asserts]
+    return {frozenset(map(spelled, test.args)) for test in tests if is_call(test, operator.eq)}
+
+
 class _Walk:
     """One pass over the graph with the rules, and the questions asked of it afterwards. ``joins``:
     several narrow values that are only read as one value are followed up to that one. ``guards``:
@@ -189,7 +197,14 @@ class _Walk:
         guards: bool = True,
     ) -> None:
         self._joins = joins
-        self.rules = RowRules(wide, RULES, compute.pointwise, narrow_products=joins, guards=guards)
+        self.rules = RowRules(
+            wide,
+            RULES,
+            compute.pointwise,
+            narrow_products=joins,
+            guards=guards,
+            asserted=_asserted_equal(graph),
+        )
         self.heads = heads
         self.refused: dict[fx.Node, Refusal] = {}
         self.first_steps: dict[fx.Node, tuple[RowValue, compute.SecondStep]] = {}
@@ -315,7 +330,8 @@ class _Walk:
                 chains.setdefault(expr.leaf.node, set()).add(id(expr))
         if any(len(found) > 1 for found in chains.values()):
             reason = "the logits of different tokens are combined"
-            raise Refusal(reason, "take the vocabulary reduction per token first", output.node)
+            cure = "reduce over the vocabulary first, or multiply each part's rows by the head"
+            raise Refusal(reason, cure, output.node)
 
     def _outputs(self, wide: list[fx.Node]) -> list[RowOutput]:
         """Narrow values that read a wide one and are themselves read."""

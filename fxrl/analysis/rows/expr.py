@@ -52,12 +52,12 @@ class RowStep:
     def selects_as(self, other: RowStep) -> bool:
         """Whether both select the same rows of the same tokens."""
         return self.kind == other.kind and all(
-            list(map(_text, mine)) == list(map(_text, its))
+            list(map(spelled, mine)) == list(map(spelled, its))
             for mine, its in ((self.args, other.args), (self.sizes, other.sizes))
         )
 
 
-def _text(arg: Any) -> str:
+def spelled(arg: Any) -> str:
     """A size or a number of the graph by its value, anything else by its name."""
     val = arg.meta.get("val") if isinstance(arg, fx.Node) else arg
     return str(arg if isinstance(val, torch.Tensor) else val)

@@ -44,8 +44,8 @@ CLASS_OPS = (
 )
 
 
-#: fxrl's ops that hand tokens from rank to rank, and compute nothing.
-_MOVES = ("fxrl.shard_tokens", "fxrl.gather_tokens")
+#: fxrl's ops that compute nothing: they hand tokens from rank to rank, or look at a value.
+_NO_LAYERS = ("fxrl.shard_tokens", "fxrl.gather_tokens", "fxrl.check", "fxrl.counted")
 
 
 def factors(call: Any) -> tuple[Any, Any, Any]:
@@ -122,7 +122,7 @@ def _is_layer(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     name = str(node.target)
-    if name.startswith(_MOVES):
+    if name.startswith(_NO_LAYERS):
         return False
     return "attention" in name or "grouped_mm" in name or name.startswith("fxrl.")
 

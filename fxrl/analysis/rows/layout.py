@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows.expr import LOCAL, PATCHED, TOKEN, RowExpr, RowStep, RowValue, Tag, leaves
+from fxrl.analysis.rows.expr import (
+    LOCAL,
+    PATCHED,
+    TOKEN,
+    Leaf,
+    RowExpr,
+    RowStep,
+    RowValue,
+    Tag,
+    leaves,
+)
 from fxrl.analysis.rows.rules import (
     RowRules,
     dims_of,
@@ -88,7 +98,8 @@ def _reshaped_tags(rules: RowRules, value: RowValue, sizes: tuple[Size, ...]) ->
         i_end, j_end = _block(rules, old, new, i, j)
         block_tags = {tag for _, tag in old[i:i_end]}
         if TOKEN in block_tags and len(block_tags) > 1:
-            raise Refusal("a view merges token dims with the vocabulary dim")
+            cure = "pick entries with gather, or with x[rows, ids]"
+            raise Refusal("a view merges token dims with the vocabulary dim", cure)
         for size, dim in new[j:j_end]:
             if TOKEN in block_tags:
                 tags[dim] = TOKEN
@@ -431,8 +442,10 @@ def _ids(rules: RowRules, index: fx.Node) -> RowExpr:
 
 
 def write_columns(rules: RowRules, node: fx.Node) -> RowValue:
-    """``index_fill``, ``index_add`` and ``index_copy`` of a local dim."""
+    """``index_fill``, ``index_add`` and ``index_copy`` of a local dim; ``index_fill`` of tokens."""
     value, given = sole_row(rules, node), bound(node)
+    if value.is_token(given["dim"] % len(value.tags)) and "source" not in given:
+        return _fill_tokens(rules, node, value, given["dim"] % len(value.tags))
     dim = _own_dim(value, given["dim"], op_name(node))
     changed: dict[str, Any] = {"dim": value.local_dim(dim), "index": _ids(rules, given["index"])}
     if "source" in given:
@@ -440,6 +453,29 @@ def write_columns(rules: RowRules, node: fx.Node) -> RowValue:
     elif tensor_val(given["value"]) is not None:
         changed["value"] = shared_leaf(rules, given["value"])
     return rules.call(node, value.tags, self=value.expr, **changed)
+
+
+def _fill_tokens(rules: RowRules, node: fx.Node, value: RowValue, dim: int) -> RowValue:
+    """One value for all of the rows that are listed: a choice between old and new."""
+    given, tokens, at = bound(node), value.token_sizes, value.token_dim(dim)
+    lined = [tokens[at] if t == at else 1 for t in range(len(tokens))]
+    listed = (
+        (aten.new_zeros.default, ([tokens[at]],)),
+        (aten.index_fill.int_Scalar, (0, given["index"], 1)),
+        (aten.gt.Scalar, (0,)),
+        (aten.reshape.default, (lined,)),
+        (aten.expand.default, (tokens,)),
+    )
+    mask = rules.pool.leaf(Leaf(given["index"], listed, tokens))
+    mask = rules.pool.call(aten.reshape.default, mask, (-1, *(1,) * len(value.local_sizes)))
+    filling = given["value"]
+    if tensor_val(filling) is None:
+        filled = rules.pool.call(aten.masked_fill.Scalar, value.expr, mask, filling)
+    else:
+        filled = rules.pool.call(
+            aten.masked_fill.Tensor, value.expr, mask, shared_leaf(rules, filling)
+        )
+    return RowValue(filled, value.tags, value.sizes)
 
 
 # ---------------------------------------------------------------------------- x[i, j, ...]
@@ -458,7 +494,8 @@ def index(rules: RowRules, node: fx.Node) -> RowValue:
             raise Refusal("the vocabulary is indexed by something other than one list of ids")
         return _taken(rules, node, value, dims[0], ids)
     if any(len({value.is_token(d) for d in span}) > 1 for span, _ in spans):
-        raise Refusal("a mask covers tokens and vocabulary together")
+        cure = "multiply by it, and sum over the vocabulary"
+        raise Refusal("a mask covers tokens and vocabulary together", cure)
     if len(dims) == 1 and dims[0] != 0 and _is_list(spans[0][1]):
         return _taken(rules, node, value, dims[0], spans[0][1])
     tokens = [span for span in spans if value.is_token(span[0][0])]
@@ -537,6 +574,12 @@ def _takes_all_rows(rules: RowRules, tokens: Spans, value: RowValue) -> bool:
     return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)
 
 
+def masked_select(rules: RowRules, node: fx.Node) -> RowValue:
+    """Entries one by one: where a mask selects whole rows the lowering has made it ``x[rows]``."""
+    cure = "select rows by a mask of the rows: x[mask]"
+    raise Refusal(f"{op_name(node)} takes entries one by one", cure)
+
+
 # ---------------------------------------------------------------------------- writes into a part
 def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     """``z[mask] = x`` and ``z[..., ids] = x`` of one value: a choice between old and new."""
@@ -544,14 +587,16 @@ def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     (dims, where), *more = _spans(given["indices"])
     written = given["values"]
     if more or given["accumulate"] or not all(map(is_one, shape_of(written))):
-        raise Refusal("an indexed write fxrl cannot follow")
+        cure = "write where a mask says: torch.where"
+        raise Refusal("an indexed write fxrl cannot follow", cure)
     val = val_of(where)
     if val.dtype == torch.bool:
         mask = _mask(rules, value, dims, where)
     elif _is_list(where) and not value.is_token(dims[0]):
         mask = _membership(rules, value, dims[0], where)
     else:
-        raise Refusal("an indexed write selects tokens")
+        cure = "write where a mask says: torch.where"
+        raise Refusal("an indexed write selects tokens", cure)
     filling = operand(rules, written, value.tags, value.sizes)
     expr = rules.pool.call(aten.where.self, mask, filling, value.expr)
     return RowValue(expr, value.tags, shape_of(node))
@@ -592,8 +637,12 @@ def write_part(rules: RowRules, node: fx.Node) -> RowValue:
     row = rules.row(source)
     if is_slice and row is not None and row.tags == value.tags and _covers(node, value):
         return row
+    own = list(value.tags) if is_slice else [*value.tags[:dim], *value.tags[dim + 1 :]]
     if row is None:
-        raise Refusal("a part of the logits is overwritten by a value that is no row")
+        if value.is_token(dim):
+            raise Refusal("tokens of the logits are overwritten by a value that is no row")
+        part = operand(rules, source, tuple(own), shape_of(source), each=True)
+        return rules.call(node, value.tags, self=value.expr, src=part, dim=value.local_dim(dim))
     if value.is_token(dim):
         args = slice_bounds(node) if is_slice else (given["index"],)
         kind, at = ("slice" if is_slice else "select"), value.token_dim(dim)
@@ -604,7 +653,6 @@ def write_part(rules: RowRules, node: fx.Node) -> RowValue:
             written = rules.pool.call(aten.reshape.default, written, (-1, *local))
         expr = rules.pool.call(PATCHED, value.expr, written, step)
         return RowValue(expr, value.tags, value.sizes)
-    own = list(value.tags) if is_slice else [*value.tags[:dim], *value.tags[dim + 1 :]]
     if [tag == TOKEN for tag in own] != [tag == TOKEN for tag in row.tags]:
         raise Refusal("a slice of the vocabulary is overwritten by other tokens")
     return rules.call(node, value.tags, self=value.expr, src=row.expr, dim=value.local_dim(dim))

@@ -13,7 +13,7 @@ is itself vocabulary-sized would keep the memory the rewrite is to free, so its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class RowRules:
         wide: from which size on a local dim counts as vocabulary-sized.
         narrow_products: whether rows that are narrow again may be multiplied once more.
         guards: whether sizes that are equal as seen may be taken as such, by a guard.
+        asserted: pairs of sizes that the graph asserts to be equal when it runs.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class RowRules:
         *,
         narrow_products: bool = False,
         guards: bool = True,
+        asserted: Set[frozenset[str]] = frozenset(),
     ) -> None:
         self.pool = ExprPool()
         self._guards = guards
+        self._asserted = asserted
         self.narrow_products = narrow_products
         self._wide = wide
         self.values: dict[fx.Node, Rows] = {}
@@ -109,6 +112,8 @@ class RowRules:
 
     def same_size(self, left: Size, right: Size) -> bool:
         """Whether two sizes are equal in each batch that this capture runs."""
+        if frozenset((str(left), str(right))) in self._asserted:
+            return True
         return equal_sizes(left, right) if self._guards else str(left) == str(right)
 
     def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> RowValue:
@@ -199,7 +204,7 @@ def operand(
 ) -> RowExpr:
     """``node`` as an expression that broadcasts against ``[n, *locals]`` of a result; with
     ``each``, as a row per row of the result, for ops that do not broadcast. Raises ``Refusal`` if
-    it pairs tokens with other tokens, or is vocabulary-sized for some tokens only."""
+    it pairs tokens with other tokens."""
     value = rules.row(node)
     if value is not None:
         return _row_operand(rules, value, tags, sizes)
@@ -221,8 +226,42 @@ def operand(
         if absorbed is not None:
             return _row_operand(rules, absorbed, tags, sizes)
     if wide and covered != token_at:
-        raise Refusal(f"%{node} is vocabulary-sized and broadcast over some of the token dims")
+        return _of_groups(rules, node, tags, sizes, wanted)
     return rules.pool.leaf(_tiled(node, tags, sizes, offset, wanted, covered == token_at))
+
+
+def _of_groups(
+    rules: RowRules,
+    node: fx.Node,
+    tags: tuple[Tag, ...],
+    sizes: tuple[Size, ...],
+    wanted: tuple[int, ...],
+) -> RowExpr:
+    """A vocabulary for each group of tokens (a bias for each sequence, ``[B, 1, V]``): all groups
+    are shared, and each row picks its own by number."""
+    shape, rank = shape_of(node), len(tags)
+    own_tags = tags[rank - len(shape) :]
+    tokens = [d for d, tag in enumerate(own_tags) if tag == TOKEN]
+    local = [d for d, tag in enumerate(own_tags) if tag != TOKEN]
+    groups = shared_leaf(rules, node)
+    if tokens + local != list(range(len(shape))):
+        groups = rules.pool.call(aten.permute.default, groups, (*tokens, *local))
+    groups = rules.pool.call(aten.reshape.default, groups, (-1, *wanted))
+    own = tuple(shape[d] for d in tokens)
+    expanded = tuple(size for size, tag in zip(sizes, tags, strict=True) if tag == TOKEN)
+    numbers: list[tuple[Any, tuple[Any, ...]]] = [(aten.detach.default, ())]
+    numbers += [(aten.select.int, (d, 0)) for d in reversed(local)]
+    numbers += [
+        (aten.ones_like.default, ()),
+        (aten.gt.Scalar, (0,)),  # counted in whole numbers, whatever the dtype
+        (aten.reshape.default, ([-1],)),
+        (aten.cumsum.default, (0,)),
+        (aten.sub.Tensor, (1,)),
+        (aten.reshape.default, (own,)),
+        (aten.expand.default, (expanded,)),
+    ]
+    mine = rules.pool.leaf(Leaf(node, tuple(numbers), expanded, ()))
+    return rules.pool.call(aten.index_select.default, groups, 0, mine)
 
 
 def _row_operand(
@@ -235,17 +274,22 @@ def _row_operand(
     for position, tag, size in _positions(value.tags, value.sizes, rank):
         if tag == TOKEN:
             if tags[position] != TOKEN or not rules.same_size(size, sizes[position]):
-                raise Refusal("tokens are paired with other tokens by broadcasting")
+                raise _pairs_tokens()
             tokens += 1
         elif tags[position] != TOKEN:
             local_at[position] = size
     if tokens != tags.count(TOKEN):
-        raise Refusal("tokens are paired with other tokens by broadcasting")
+        raise _pairs_tokens()
     wanted = [p for p, tag in enumerate(tags) if tag != TOKEN]
     shape = [static(local_at.get(p, 1)) for p in wanted]
     if [static(s) for s in value.local_sizes] == shape:
         return value.expr
     return rules.pool.call(aten.reshape.default, value.expr, (-1, *shape))
+
+
+def _pairs_tokens() -> Refusal:
+    cure = "expand the hidden states to the tokens ahead of the product with the head"
+    return Refusal("tokens are paired with other tokens by broadcasting", cure)
 
 
 def shared_leaf(rules: RowRules, node: fx.Node) -> RowExpr:
