@@ -93,20 +93,16 @@ class TracedBody:
         self._symbols = self._make_symbols(sizes)
         self.input_examples = self._inputs()
         with self._tracing():
-            outputs = self._forward(*self.input_examples)
+            _, outputs = self._recorded(self.input_examples)
         self.num_outputs = len(outputs)
-        self.grad_outputs = tuple(
-            i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
-        )
+        self.grad_outputs = tuple(i for i, o in enumerate(outputs) if o.requires_grad)
         self.grad_examples: list[Tensor] = []
         self.backward: fx.GraphModule | None = None
         self.sources: tuple[tuple[str, int], ...] = ()
         self.sizes: tuple[Size, ...] = ()
         self._joint: fx.GraphModule | None = None
-        given = [outputs[i] for i in self.grad_outputs]
-        differentiated = bool(given) and any(spec.needs_grad for spec in region.inputs)
-        if differentiated:
-            self._joint = self._trace_joint(given)
+        if self.grad_outputs:
+            self._joint = self._trace_joint([outputs[i].detach() for i in self.grad_outputs])
         else:
             forward = self._trace(self._forward, self.input_examples)
             self.forward = self._joined(forward)
@@ -217,27 +213,23 @@ class TracedBody:
         self, inputs: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs, and the gradients of the inputs that need one."""
-        specs = self.region.inputs
-        with torch.enable_grad():
-            live = [
-                x.detach().requires_grad_(spec.needs_grad)
-                for x, spec in zip(inputs, specs, strict=True)
-            ]
-            outputs = list(self._run(*live))
-            pairs = [
-                (outputs[i], g)
-                for i, g in zip(self.grad_outputs, grads, strict=True)
-                if outputs[i].requires_grad
-            ]
-            wanted = [x for x in live if x.requires_grad]
-            if not pairs:
-                return outputs, [torch.zeros_like(x) for x in wanted]
-            found = torch.autograd.grad(
-                [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
-            )
+        live, outputs = self._recorded(inputs)
+        wanted = [x for x in live if x.requires_grad]
+        found = torch.autograd.grad(
+            [outputs[i] for i in self.grad_outputs], wanted, grads, allow_unused=True
+        )
         return outputs, [
             torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)
         ]
+
+    def _recorded(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs that want the gradients of this region's, and the outputs that autograd sees."""
+        with torch.enable_grad():
+            live = [
+                x.detach().requires_grad_(spec.needs_grad)
+                for x, spec in zip(inputs, self.region.inputs, strict=True)
+            ]
+            return live, list(self._run(*live))
 
     def _trace(self, function: Any, inputs: Sequence[Any]) -> fx.GraphModule:
         table = inductor_decompositions() if self.decomposed else None
