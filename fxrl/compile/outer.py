@@ -53,7 +53,7 @@ def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
 
 
 def _keep_what_is_saved(graph: fx.Graph) -> None:
-    """Let what reads an input ahead of a write, and keeps it for the backward, read a copy.
+    """Let what reads a value ahead of a write, and keeps it for the backward, read a copy.
 
     Autograd would refuse the backward. In eager mode a batch norm updates its statistics unseen,
     and what adds a buffer keeps none of it; a layer that runs again keeps all of its inputs.
@@ -64,7 +64,7 @@ def _keep_what_is_saved(graph: fx.Graph) -> None:
         last = begins.get(written, written)
         readers = [user for user in written.users if last < user < write and _keeps(user, written)]
         begins[written] = write
-        if written.op == "placeholder" and readers:
+        if readers:
             builder = Builder(graph)
             with builder.before(min(readers)):
                 copy = builder.call(aten.clone.default, written)
