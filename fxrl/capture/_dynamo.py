@@ -124,17 +124,11 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     whose weight it is. A class that says itself what it has for instances is asked. A
     ``SimpleNamespace`` is made: small models return one. A branch on a tensor's value that only
     raises is a check (``fxrl.capture.checks``); in the first graph of ``root`` others are followed,
-<<<<<<< HEAD
-    and so is a loop over as many rows as were found. What is printed waits for the graph's end, a
-    clock is read as the graph runs, and a progress bar around a loop is left out. Where a graph
-    must end inside of a function that is called, it ends where the rest can still be captured
-    (``_may_end``). A hook for a gradient that it never looks at waits for the loss.
-=======
     and so is a loop over as many rows as were found, or over chunks of them. What is printed waits
     for the graph's end, a clock is read as the graph runs, and a progress bar around a loop is left
     out. Where a graph must end inside of a function that is called, it ends where the rest can
-    still be captured (``_may_end``).
->>>>>>> idioms
+    still be captured (``_may_end``). A hook for a gradient that it never looks at waits for the
+    loss.
     """
     tables = [one.dispatch_table for one in _TRANSLATORS]
     before = [list(table) for table in tables]
@@ -660,7 +654,7 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     module does around its forward is nothing without hooks, which are watched, and tracing it takes
     4 ms a layer."""
     token = only_again(self.value) if self.source and not global_hooks() else None
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # before transformers 5.24
     fills = cache is not None and not cache.is_python_constant()
     around = type(self.value).__call__, type(self.value)._call_impl
     if token is None or fills or around != _AROUND:

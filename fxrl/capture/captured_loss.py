@@ -189,7 +189,7 @@ class CapturedLoss:
             fresh = _fresh(self._model, self._loss_fn)
             self.compiled[key] = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
             weakref.finalize(self, reset_code, fresh.__code__).atexit = False
-        captures, frames, skipped = self._backend.captures, _frames(), _skipped()
+        captures, skipped = self._backend.captures, _skipped()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
         with (
@@ -197,7 +197,7 @@ class CapturedLoss:
             self._variation.accounted(),
             layers,
             plain_python_is_traced(inspect.unwrap(self.compiled[key]).__code__, branches),
-            compiles_undisturbed(),
+            compiles_undisturbed() as compilations,
             breaks_inside() as breaks,
         ):
             try:
@@ -214,7 +214,7 @@ class CapturedLoss:
                 if isinstance(own, FxrlError):
                     raise own from None  # its text is all that a user needs
                 capturing = _while_compiling(error)
-                tried = _frames() > frames and not self._backend.only_explain
+                tried = compilations and not self._backend.only_explain
                 if isinstance(error, torch.OutOfMemoryError) or not (capturing or tried):
                     raise
                 del captures[before:]

@@ -30,23 +30,20 @@ from fxrl.capture._torch import (
     STATIC_INPUT,
     FakeTensor,
     FunctionalTensor,
-    FunctionalTensorMode,
     GuardOnDataDependentSymNode,
     TorchDispatchMode,
     enable_python_dispatcher,
     equate,
     fake_like,
-    from_functional,
     get_decompositions,
     has_data_mutation,
-    has_effects,
     make_fx,
     only_what_is_read,
-    sync,
     without_functionalize_key,
 )
 from fxrl.capture.checks import check
 from fxrl.capture.opaque import OpaqueCalls, is_opaque, is_whole, under
+from fxrl.capture.writes import Functional, refuse_lost_values, storage_of, unwrap
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     CALL_LAYER,
@@ -73,16 +70,6 @@ from fxrl.ir.site import rename_site
 from fxrl.ir.source import user_source
 
 aten = torch.ops.aten
-
-#: ``x[i] = y``, and ``operator.iadd`` and its kind.
-_IN_PLACE = frozenset(
-    function
-    for name, function in vars(operator).items()
-    if name == "setitem" or (name[0] == "i" and {name[1:], f"{name[1:]}_"} & vars(operator).keys())
-)
-
-#: ``x.detach()`` and ``x.data``: writes into them are writes into x that autograd does not see.
-_DETACHES = ("detach", "_get_data_attr")
 
 #: Losses that reduce over vocabulary and tokens at once, opened so that rows are visible; constants
 #: that read a tensor for its dtype and device alone, which then need not be there.
@@ -136,13 +123,14 @@ def lower(
 
     def trace(how: Callable[..., Any]) -> tuple[fx.GraphModule, OpaqueCalls]:
         opaque = OpaqueCalls(gm)
-        interpreter = _Lowering(gm, opaque, grad_enabled)
+        mode = Functional(differentiated=grad_enabled)
+        interpreter = _Lowering(gm, opaque, mode)
 
         def run(*values: Any) -> Any:
             given = iter(values)
             return interpreter.run(*(node if node in passed else next(given) for node in inputs))
 
-        return make_fx(how(run), decomposition_table=_OPENED)(*traced), opaque
+        return make_fx(how(run, mode), decomposition_table=_OPENED)(*traced), opaque
 
     with _tracing(examples), fx_traceback.preserve_node_meta(), torch.no_grad():
         try:
@@ -165,8 +153,8 @@ def lower(
         for node in lowered.graph.nodes:
             node.meta["requires_grad"] = False
     else:
+        refuse_lost_values(lowered.graph)
         _check_gradients(gm, lowered)
-        _keep_what_is_saved(lowered.graph)
     known = {} if known is None else known
     _lower_bodies(lowered, grad_enabled, known)
     _equate_gathers(lowered.graph)
@@ -225,7 +213,7 @@ def _tracing(examples: list[Any]) -> Iterator[None]:
         yield
 
 
-def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_it_stands(function: Callable[..., Any], mode: Functional) -> Callable[..., Any]:
     """``function`` up to its first write; most graphs have none.
 
     NOTE [Why not functional at once]: each value is wrapped then, and its sizes are compared and
@@ -256,22 +244,22 @@ class _NoWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
+def _functional(function: Callable[..., Any], mode: Functional) -> Callable[..., Any]:
     """``function`` with in-place ops made functional; writes into inputs become final copies."""
 
     def run(*args: Any) -> Any:
-        with without_functionalize_key(), _Functional(), only_what_is_read():
+        with without_functionalize_key(), mode, only_what_is_read():
             wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
             results = function(*wrapped)
             itself = dict(zip(map(id, wrapped), args, strict=True))  # written into, and returned
             results = pytree.tree_map_only(
                 FunctionalTensor,
-                lambda x: itself[id(x)] if id(x) in itself else _unwrap(x),
+                lambda x: itself[id(x)] if id(x) in itself else unwrap(x),
                 results,
             )
         for arg, wrapper in zip(args, wrapped, strict=True):
             if isinstance(wrapper, FunctionalTensor) and has_data_mutation(wrapper.elem):
-                value = _unwrap(wrapper)
+                value = unwrap(wrapper)
                 if arg.requires_grad:  # autograd lets a parameter be written detached alone
                     arg, value = arg.detach(), value.detach()
                 arg.copy_(value)
@@ -280,124 +268,81 @@ def _functional(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
-    """Functionalisation that leaves ops with an effect where they stand.
-
-    ``torch.linalg`` checks so that a matrix had an inverse. PyTorch's own mode orders such ops by
-    tokens; in this graph nothing is reordered, and none is dead.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not has_effects(func):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        plain = pytree.tree_map_only(FunctionalTensor, _unwrap, (args, kwargs or {}))
-        result = func(*plain[0], **plain[1])
-        return pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, result)
-
-
-def _unwrap(value: FunctionalTensor) -> torch.Tensor:
-    sync(value)
-    return from_functional(value.elem)
-
-
 class _Lowering(fx.Interpreter):
     """Runs a Dynamo graph under tracing, keeping what ATen alone would lose.
 
     NOTE [Why no_grad becomes detach]: below autograd nothing tells that code ran under no_grad,
     and AOTAutograd would differentiate it. A detach on every result says the same as data flow.
-
-    NOTE [Why a written tensor keeps its gradient]: what reads w after a write under no_grad, or
-    through ``w.data``, gives its gradient to the w of before, whatever the write computed. So the
-    new value n is read as ``n.detach() + (w - w.detach())``: plus zero, and the derivative is one.
     """
 
-    def __init__(self, gm: fx.GraphModule, opaque: OpaqueCalls, grad_enabled: bool) -> None:
-        super().__init__(gm, garbage_collect_values=False)  # a view's base is looked up
+    def __init__(self, gm: fx.GraphModule, opaque: OpaqueCalls, mode: Functional) -> None:
+        super().__init__(gm, garbage_collect_values=False)  # what shares memory is looked up
         self._opaque = opaque
-        self._grad_enabled = grad_enabled
-        self._ambient = grad_enabled
+        self._mode = mode
 
     def run_node(self, n: fx.Node) -> Any:
+        mode = self._mode
         if is_call(n, SET_GRAD):
-            self._grad_enabled = bool(n.args[0])
+            mode.recording = bool(n.args[0])
             return None
         if is_call(n, ENTER_INFERENCE, EXIT_INFERENCE):
             return self._infer(n)
-        if self._ambient and _writes(n):
-            return self._write(n)
         if is_opaque(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             with self._set_current_node(n), fx_traceback.set_current_meta(n):
                 result = self._opaque.call(n, args, kwargs)
         else:
             result = super().run_node(n)
-        if self._ambient and not self._grad_enabled and n.op in ("call_function", "call_method"):
-            return _detached(result)
-        return result
+        if not mode.differentiated or n.op not in ("call_function", "call_method"):
+            return result
+        if n.target in ("detach_", torch.detach_):  # no op of ATen tells
+            if not isinstance(result, FunctionalTensor):
+                raise _NotFunctionalError
+            mode.detach(result)
+        if n.target is torch.Tensor.set_:
+            self._check_other_views(n, result)
+        if mode.written_apart:
+            self._check_written(n)
+        return result if mode.recording else self._detached(n, result)
 
     def _infer(self, n: fx.Node) -> bool:
         """``torch.inference_mode`` is no_grad; entering gives what leaving gets and puts back."""
         (given,), _ = self.fetch_args_kwargs_from_env(n)
-        before = self._grad_enabled
-        self._grad_enabled = bool(given) != (n.target is ENTER_INFERENCE)
+        before = self._mode.recording
+        self._mode.recording = bool(given) != (n.target is ENTER_INFERENCE)
         return before
 
-    def _write(self, n: fx.Node) -> Any:
-        """An in-place call; its result is what it wrote into, and no constant under no_grad."""
-        base, recorded = self._written(n)
-        watched = base is not None and base.is_floating_point() and not recorded
-        before = _unwrap(base) if base is not None and watched else None
-        result = super().run_node(n)
-        if base is not None and before is not None and _unwrap(base) is not before:
-            new, old = map(FunctionalTensor.to_functional, (_unwrap(base), before))
-            kept: Any = new.detach() + (old - old.detach())
-            base.replace_(_unwrap(kept))
-            base.commit_update()
-        written = n.args[0] if n.args else None
-        if isinstance(written, fx.Node) and isinstance(result, FunctionalTensor):
-            return self.env[written]
-        return result
+    def _detached(self, n: fx.Node, result: Any) -> Any:
+        """A result without gradient; what the call was given, and wrote into, keeps its own."""
+        given = {id(x) for node in n.all_input_nodes for x in pytree.tree_leaves(self.env[node])}
 
-    def _written(self, n: fx.Node) -> tuple[FunctionalTensor | None, bool]:
-        """What an in-place call writes into, and whether autograd would record the write.
+        def detached(value: Any) -> Any:
+            known = id(value) in given or not isinstance(value, torch.Tensor)
+            return value if known or not value.is_floating_point() else value.detach()
 
-        Of a view that is its base: the first tensor of the same storage, going up from the call.
-        """
-        base: FunctionalTensor | None = None
-        recorded = self._grad_enabled
-        node = n.args[0] if n.args else None
-        while isinstance(node, fx.Node):
-            value = self.env[node]
-            if isinstance(value, FunctionalTensor):
-                if base is not None and _storage(value) != _storage(base):
-                    break
-                base = value
-            recorded = recorded and getattr(node.target, "__name__", node.target) not in _DETACHES
-            node = node.args[0] if node.args else None
-        return base, recorded
+        return pytree.tree_map(detached, result)
 
+    def _check_written(self, n: fx.Node) -> None:
+        """Refuse a write into ``x.detach()`` that gives it a gradient: x shares the new values, and
+        not their gradient, which one functional value cannot say of both."""
+        written = {storage_of(tensor) for tensor in self._mode.written_apart}
+        self._mode.written_apart.clear()
+        for node in n.all_input_nodes:
+            value, example = self.env[node], example_of(node)
+            if not self._mode.is_apart(value) or storage_of(value) not in written:
+                continue
+            if example.requires_grad:
+                reason = "a detached tensor gets a gradient by a write, and shares its memory"
+                raise Refusal(reason, "clone what is detached before it is written into", n)
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a call of Dynamo's graph writes into its first argument, told by Python's names."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    name = getattr(node.target, "__name__", "")
-    foreign = getattr(node.target, "__module__", "") != "_operator"  # and_, or_, not_
-    return node.op == "call_function" and (
-        node.target in _IN_PLACE or (foreign and name.endswith("_"))
-    )
-
-
-def _detached(result: Any) -> Any:
-    if isinstance(result, torch.Tensor) and result.is_floating_point():
-        return result.detach()
-    if isinstance(result, (tuple, list)):  # also PyTorch's named results, such as max's
-        return type(result)(map(_detached, result))
-    return result
+    def _check_other_views(self, n: fx.Node, given: Any) -> None:
+        """Refuse ``x.data = y`` where what x leaves, which keeps its values, is still read."""
+        for node, value in self.env.items():
+            if not isinstance(value, FunctionalTensor) or value is given:
+                continue
+            if storage_of(value) == storage_of(given) and any(user > n for user in node.users):
+                reason = "a tensor is given other data while views of what it had are in use"
+                raise Refusal(reason, "write into it instead, by copy_()", n)
 
 
 def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: list[Any]) -> None:
@@ -421,23 +366,6 @@ def _check_gradients(gm: fx.GraphModule, lowered: fx.GraphModule) -> None:
         value = example_of(source) if isinstance(source, fx.Node) else None
         if isinstance(value, torch.Tensor) and value.requires_grad and not needs_grad(node):
             raise Refusal("a result would lose its gradient", at=source)
-
-
-def _keep_what_is_saved(graph: fx.Graph) -> None:
-    """Let a differentiable call read a copy of a buffer that the graph writes into at its end.
-
-    Autograd may have saved it, as it saves a batch norm's running statistics, and would refuse the
-    backward. In eager mode the statistics are updated inside of the call, unseen by autograd.
-    """
-    builder = Builder(graph)
-    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        buffer = cast(fx.Node, write.args[0])
-        readers = [user for user in buffer.users if user is not write and needs_grad(user)]
-        if buffer.op == "placeholder" and readers:
-            with builder.before(min(readers)):
-                copy = builder.call(aten.clone.default, buffer)
-            for reader in readers:
-                reader.replace_input_with(buffer, copy)
 
 
 def _forget_offsets(graph: fx.Graph) -> None:

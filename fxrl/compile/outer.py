@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
+from fxrl.analysis.saved_tensors import read_later
 from fxrl.capture._torch import RestartAnalysis
 from fxrl.compile._torch import (
     aot_module_simplified,
@@ -24,16 +25,60 @@ from fxrl.compile._torch import (
     without_autocast,
 )
 from fxrl.compile.bodies.flex import attach_flex
-from fxrl.ir.graph import CALL_LAYER, CHECKPOINT, HigherOrderOperator, modules_of, what_it_saves
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import (
+    CALL_LAYER,
+    CHECKPOINT,
+    HigherOrderOperator,
+    as_node,
+    base_of,
+    is_view,
+    modules_of,
+    needs_grad,
+    what_it_saves,
+)
+
+aten = torch.ops.aten
 
 
 def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     """A callable for a rewritten graph: eager autograd, or AOT where an op asks for it."""
     attach_flex()
+    for module in modules_of(gm):
+        _keep_what_is_saved(module.graph)
     restore_checkpoints(gm)
     if calls_higher_order(gm):
         return _with_sums(gm, compile_by_aot(gm, examples, {}))
     return _with_sums(gm, _without_autocast(gm))
+
+
+def _keep_what_is_saved(graph: fx.Graph) -> None:
+    """Let what reads a value ahead of a write, and keeps it for the backward, read a copy.
+
+    Autograd would refuse the backward. In eager mode a batch norm updates its statistics unseen,
+    and what adds a buffer keeps none of it; a layer that runs again keeps all of its inputs.
+    """
+    begins: dict[fx.Node, fx.Node] = {}
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        written = base_of(as_node(write.args[0]))
+        last = begins.get(written, written)
+        readers = [user for user in written.users if last < user < write and _keeps(user, written)]
+        begins[written] = write
+        if readers:
+            builder = Builder(graph)
+            with builder.before(min(readers)):
+                copy = builder.call(aten.clone.default, written)
+            for reader in readers:
+                reader.replace_input_with(written, copy)
+
+
+def _keeps(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether ``value``, or what is read of it through a view, waits for the backward."""
+    if is_view(reader):
+        return any(_keeps(user, reader) for user in reader.users)
+    if isinstance(reader.target, HigherOrderOperator):
+        return needs_grad(reader)
+    return value in read_later(reader)
 
 
 def calls_higher_order(gm: fx.GraphModule) -> bool:

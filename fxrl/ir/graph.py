@@ -244,8 +244,20 @@ def propagate_requires_grad(graph: fx.Graph) -> None:
             node.meta["requires_grad"] = _is_differentiated(node)
 
 
+#: Ops that hand no gradient on: they copy a value, or make one of its sizes.
+_CONSTANT = (
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+)
+
+
 def _is_differentiated(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target is aten.detach.default:
+    if node.op != "call_function" or node.target in _CONSTANT:
         return False
     return any(map(needs_grad, node.all_input_nodes)) and _has_float(node.meta.get("val"))
 

@@ -231,7 +231,8 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
         ]
     _keep(ctx, values, pace, output[0].device)
     ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output[:count]]
-    ctx.mark_non_differentiable(*output[count:])
+    taken = {*kernels.grad_outputs}
+    ctx.mark_non_differentiable(*(o for i, o in enumerate(output) if i not in taken))
     ctx.set_materialize_grads(False)
 
 

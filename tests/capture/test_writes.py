@@ -21,6 +21,7 @@ from tests.capture.mixer import (
     grads,
     make_batch,
     make_model,
+    outcome,
     policy_loss,
     token_logps,
 )
@@ -77,8 +78,41 @@ def a_buffer(layer: nn.Linear) -> None:
     layer.seen[0] = 1
 
 
+def by_argument(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        nn.functional.relu(layer.weight, True)
+        torch.chunk(input=layer.bias, chunks=2)[0].mul_(0.5)
+
+
+def out_and_lists(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        torch.mul(layer.weight, 0.9, out=layer.weight)
+        torch._foreach_mul_([layer.weight, layer.bias], 0.9)
+
+
+def other_data(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data * 0.9
+
+
+def renormed(layer: nn.Linear) -> None:
+    nn.functional.embedding(torch.tensor([0, 2]), layer.weight, max_norm=0.3)
+
+
 @pytest.mark.parametrize(
-    "write", [clamp, through_data, copied_from_itself, one_row, twice, a_view_of_data, a_buffer]
+    "write",
+    [
+        by_argument,
+        out_and_lists,
+        other_data,
+        renormed,
+        clamp,
+        through_data,
+        copied_from_itself,
+        one_row,
+        twice,
+        a_view_of_data,
+        a_buffer,
+    ],
 )
 def test_a_forward_that_writes(write: Callable[[nn.Linear], None]) -> None:
     torch.manual_seed(0)
@@ -108,6 +142,86 @@ def test_a_value_that_is_written_under_no_grad_passes_its_gradient_on() -> None:
 
     model = make_model()
     assert_matches_eager(optimize(model, loss_fn, QUIET), loss_fn, model, make_batch())
+
+
+def overwritten_infinities(logits: Tensor) -> Tensor:
+    logits = logits.masked_fill(logits > 0.5, -torch.inf)
+    with torch.no_grad():
+        logits.masked_fill_(logits.isinf(), 0.0)
+    return logits
+
+
+def detached_in_place(logits: Tensor) -> Tensor:
+    scale = logits.exp().mean()
+    scale.detach_()
+    return logits * scale
+
+
+def into_what_is_returned(logits: Tensor) -> Tensor:
+    total = torch.empty_like(logits)
+    with torch.no_grad():
+        torch.cumsum(logits, 1, out=total)
+    return logits * total.sigmoid()
+
+
+@pytest.mark.parametrize(
+    "change", [overwritten_infinities, detached_in_place, into_what_is_returned]
+)
+def test_gradients_of_what_is_written(change: Callable[[Tensor], Tensor]) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return -token_logps(change(model(batch["ids"])), batch["ids"]).mean()
+
+    model = make_model()
+    assert_matches_eager(optimize(model, loss_fn, QUIET), loss_fn, model, make_batch())
+
+
+def a_gradient_for_the_detached(logits: Tensor, scale: Tensor) -> Tensor:
+    shared = logits * 2
+    detached = shared.detach()
+    detached.add_(scale.sum())
+    return shared + detached
+
+
+def data_that_was_read(logits: Tensor, scale: Tensor) -> Tensor:
+    read = logits * scale.mean()
+    logits.data.mul_(0.5)
+    return read + logits
+
+
+def data_that_is_viewed(logits: Tensor, scale: Tensor) -> Tensor:
+    view = scale[:2]
+    scale.data = scale.data * 0.5
+    return logits * view.sum() * scale.sum()
+
+
+def slopes_drawn(logits: Tensor, scale: Tensor) -> Tensor:
+    return nn.functional.rrelu(logits, training=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (a_gradient_for_the_detached, "a detached tensor gets a gradient by a write"),
+        (data_that_was_read, "what autograd keeps of this call is written into"),
+        (data_that_is_viewed, "given other data while views of what it had are in use"),
+        (slopes_drawn, "the slopes that rrelu draws"),
+    ],
+)
+def test_what_no_functional_graph_can_say_runs_as_written(
+    change: Callable[[Tensor, Tensor], Tensor], reason: str
+) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        logits = change(model(batch["ids"]), model.mix.bias)
+        return -token_logps(logits, batch["ids"]).mean()
+
+    model, eager = make_model(), make_model()  # some write into the model
+    step = optimize(model, loss_fn, QUIET)
+    torch.manual_seed(0)
+    got = outcome(step, model, make_batch())
+    torch.manual_seed(0)
+    wanted = outcome(lambda batch: loss_fn(eager, batch), eager, make_batch())
+    assert_same(got, wanted)
+    assert any(reason in remark.reason for remark in step.report.of_kind("missed"))
 
 
 def test_operators_whose_names_end_like_writes_are_none() -> None:

@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from torch import nn
 
 import fxrl
 import fxrl.errors
@@ -13,7 +15,7 @@ from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
 from fxrl.passes.recompute import Recompute
-from tests.capture.mixer import assert_matches_eager
+from tests.capture.mixer import assert_matches_eager, assert_same, gradients
 from tests.compile.region_cases import saved_bytes
 from tests.passes.layered import Block, ids_batch, make_stack, outlined, square_loss
 from tests.passes.lowered import lowered, plain
@@ -149,6 +151,49 @@ def test_inputs_keep_less_than_products():
         told = sum(r.saved_bytes for r in step.report.remarks if r.pass_name == "recompute")
         assert told == pytest.approx(eager - kept[cut], rel=0.15)
     assert kept["inputs"] < 0.8 * kept["products"]
+
+
+class Normed(Block):
+    """Its running statistics are written by one op, and read by another ahead of their update."""
+
+    def __init__(self, width=8, **options):
+        super().__init__(width, **options)
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("var", torch.ones(width))
+        self.register_buffer("seen", torch.ones(width))
+        self.shift = nn.Parameter(torch.rand(width))
+
+    def forward(self, x):
+        flat = F.batch_norm(x.flatten(0, 1), self.mean, self.var, self.norm, training=True)
+        x = super().forward(flat.view_as(x)) * self.seen + self.shift
+        with torch.no_grad():
+            self.shift.mul_(0.5)
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean((0, 1))
+        return x
+
+
+def decayed_loss(model, batch):
+    with torch.no_grad():
+        for block in model.blocks:
+            block.shift.mul_(0.9)
+    return square_loss(model, batch)
+
+
+def test_a_layer_that_writes_runs_again_with_what_it_read():
+    models = make_stack(2, block=Normed).double(), make_stack(2, block=Normed).double()
+    models[1].load_state_dict(models[0].state_dict())
+    plan = Plan({f"0:blocks.{i}": CutLayer("inputs", "host", "host") for i in range(2)})
+    step = fxrl.optimize(models[0], decayed_loss, fxrl.Config(**OPTIONS), plan=plan)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        batch = ids_batch()
+        step(batch).backward()
+        decayed_loss(models[1], batch).backward()
+    for kind in ("state_dict", "named_parameters"):
+        got, wanted = (dict(getattr(model, kind)()) for model in models)
+        torch.testing.assert_close(got, wanted)
+    assert_same(*(gradients(model) for model in models))
+    assert not any(buffer.requires_grad for buffer in models[0].buffers())
 
 
 # ---------------------------------------------------------------------------- the plan itself

@@ -93,23 +93,18 @@ class TracedBody:
         self.input_examples = self._inputs()
         outputs = self._results()
         self.num_outputs = len(outputs)
-        self.grad_outputs = tuple(
-            i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
-        )
+        self.grad_outputs: tuple[int, ...] = ()  # that autograd sees
         self.grad_examples: list[Tensor] = []
         self.backward: fx.GraphModule | None = None
         self.sources: tuple[tuple[str, int], ...] = ()
         self.sizes: tuple[Size, ...] = ()
         self._joint: fx.GraphModule | None = None
-        given = [outputs[i] for i in self.grad_outputs]
-        differentiated = bool(given) and any(spec.needs_grad for spec in region.inputs)
-        if differentiated:
-            try:
-                joint = self._trace_joint(given)
-            except _OtherOutputsError as error:
-                joint = self._trace_joint(error.outputs)
-            self._joint = self._joined(joint)
-        else:
+        if any(spec.needs_grad for spec in region.inputs):
+            self.grad_outputs = tuple(
+                i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
+            )
+            self._joint = self._joint_of(outputs)
+        if self._joint is None:
             forward = self._trace(self._forward, self.input_examples)
             self.forward = self._joined(forward)
         self._cut()
@@ -135,12 +130,21 @@ class TracedBody:
         self.forward = self._passed(HALF_PIPELINE, self.forward)
         self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
 
+    def _joint_of(self, outputs: Sequence[Tensor]) -> fx.GraphModule | None:
+        """The joint graph, if autograd sees an output; these are taken for granted at first."""
+        try:
+            return self._joined(self._trace_joint(outputs)) if self.grad_outputs else None
+        except _OtherOutputsError as error:
+            self.grad_outputs = _seen_by_autograd(error.outputs)
+            joint = self._trace_joint(error.outputs) if self.grad_outputs else None
+            return joint and self._joined(joint)
+
     def _trace_joint(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
         """Inputs and gradients of these outputs -> outputs and gradients of the inputs."""
         tiled = self.region.tiled
         self.grad_examples = [
             self._empty(output, output.shape, None if tiled else output.stride())
-            for output in outputs
+            for output in (outputs[i] for i in self.grad_outputs)
         ]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
         return self._trace(self._both(), [self.input_examples, self.grad_examples])
@@ -247,30 +251,26 @@ class TracedBody:
         self, inputs: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs, and the gradients of the inputs that need one."""
-        specs = self.region.inputs
-        with torch.enable_grad():
-            live = [
-                x.detach().requires_grad_(spec.needs_grad)
-                for x, spec in zip(inputs, specs, strict=True)
-            ]
-            outputs = list(self._run(*live))
-            made = [outputs[i] for i in self.grad_outputs]
-            if not all(map(self._fits, grads, made)):
-                raise _OtherOutputsError(made)
-            pairs = [
-                (outputs[i], g)
-                for i, g in zip(self.grad_outputs, grads, strict=True)
-                if outputs[i].requires_grad
-            ]
-            wanted = [x for x in live if x.requires_grad]
-            if not pairs:
-                return outputs, [torch.zeros_like(x) for x in wanted]
-            found = torch.autograd.grad(
-                [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
-            )
+        live, outputs = self._recorded(inputs)
+        seen = _seen_by_autograd(outputs)
+        if seen != self.grad_outputs or not all(
+            self._fits(grad, outputs[i]) for grad, i in zip(grads, seen, strict=True)
+        ):
+            raise _OtherOutputsError(outputs)
+        wanted = [x for x in live if x.requires_grad]
+        found = torch.autograd.grad([outputs[i] for i in seen], wanted, grads, allow_unused=True)
         return outputs, [
             torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)
         ]
+
+    def _recorded(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs that want the gradients of this region's, and the outputs that autograd sees."""
+        with torch.enable_grad():
+            live = [
+                x.detach().requires_grad_(spec.needs_grad)
+                for x, spec in zip(inputs, self.region.inputs, strict=True)
+            ]
+            return live, list(self._run(*live))
 
     def _trace(self, function: Any, inputs: Sequence[Any]) -> fx.GraphModule:
         table = inductor_decompositions() if self.decomposed else None
@@ -299,8 +299,12 @@ class TracedBody:
             yield
 
 
+def _seen_by_autograd(outputs: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(i for i, output in enumerate(outputs) if output.requires_grad)
+
+
 class _OtherOutputsError(Exception):
-    """Outputs look otherwise than the gradients that come back to them in a trace."""
+    """Outputs are others, or look otherwise, than those that a trace has gradients for."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
