@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -215,20 +216,20 @@ class _Layer:
         the layer gets back is what it puts in; so that is what it gets, and nothing is kept.
         ``_UNKEPT`` stands in its place: code that reads the cache fails to be captured this way.
         """
-        original, index = self.module.forward, self.index
+        original, index, kind = self.module.forward, self.index, _kind_of_cache()
         call = partial(_trace_first if self.first is self else _trace_again, self.token)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            name = "cache" if "cache" in kwargs else "past_key_values"  # before transformers 5.24
-            cache = kwargs.get(name)
-            if cache is None:
-                return call(original, args, kwargs, kwargs)
-            if not _is_empty(cache, index):
+            caches = {name: value for name, value in kwargs.items() if isinstance(value, kind)}
+            if not all(_is_empty(cache, index) for cache in caches.values()):
                 return original(*args, **kwargs)
-            cache.layers[index] = _UNKEPT
-            return call(original, args, {**kwargs, name: _EMPTY}, {**kwargs, name: True})
+            for cache in caches.values():
+                cache.layers[index] = _UNKEPT
+            filled = {name: _EMPTY if name in caches else kwargs[name] for name in kwargs}
+            told = {name: True if name in caches else kwargs[name] for name in kwargs}
+            return call(original, args, filled, told)
 
         _BY_FORWARD[forward] = self
         return forward
@@ -266,6 +267,11 @@ class _Unkept:
 
 _EMPTY, _UNKEPT = _EmptyCache(), _Unkept()
 _DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")  # of transformers: they grow by what comes
+
+
+def _kind_of_cache() -> Any:
+    """What ``isinstance`` knows a cache of transformers by: layers take it by several names."""
+    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", _Unkept)
 
 
 def _is_empty(cache: Any, index: int) -> bool:
