@@ -35,6 +35,7 @@ from fxrl.losses.own_code import load_function
 from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
 from fxrl.models.hf import VALUE_HEAD, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
+from fxrl.models.quantized import as_quantization, in_bits
 from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
@@ -362,11 +363,13 @@ def _given_away(
     model: nn.Module, tokenizer: Any, wanted: ModelConfig, made: Path, peers: Peers | None
 ) -> tuple[nn.Module, Any]:
     """A model whose weights no folder has is written, for whoever loads the adapter; then this rank
-    keeps its part of one that was not read so."""
+    keeps its part of one that was not read so, in few bits where that is asked for."""
     only_here = _is_only_here(wanted)
     if wanted.lora is not None and only_here:
         write_model(model, tokenizer, made)
     if peers is not None and (only_here or isinstance(wanted.id, nn.Module)):
+        if wanted.quantization is not None:  # what is shared out stays as it is
+            model = in_bits(model, as_quantization(wanted.quantization))
         model = shard(model, peers, trained=True)
     return model, tokenizer
 
@@ -536,7 +539,7 @@ def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
             for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 parameter.data = parameter.data.to(wide)
-    loaded_so = isinstance(wanted.id, str) and not _is_only_here(wanted)
+    loaded_so = wanted.sharded or (isinstance(wanted.id, str) and not _is_only_here(wanted))
     if wanted.quantization is not None and not loaded_so:
         model = quantize(model, wanted.quantization)
     if wanted.gradient_checkpointing:

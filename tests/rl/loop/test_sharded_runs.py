@@ -58,9 +58,11 @@ def rank_of(work, **options):
     return lambda: work(**options)
 
 
-def test_completions_are_drawn_over_shared_weights(config_file):
+@pytest.mark.parametrize("bits", ["none", "fp8"])
+def test_completions_are_drawn_over_shared_weights(config_file, bits):
     """Of random weights, of which each rank gives its part away."""
     common = ("model.dtype=float64", "model.lora.dropout=0.0", "steps=1")
+    common += (f"model.quantization={bits}",)
     assert main("run.toml", ["run_dir=whole", *common]) == 0
     sharded = ["run_dir=parts", *common, "model.sharded=true"]
     ran = group(2, main, "run.toml", sharded)
