@@ -404,7 +404,10 @@ def _settle_slices(graph: fx.Graph) -> None:
     builder = Builder(graph)
     was: dict[fx.Node, Any] = {}
     checked: set[str] = set()
+    numbers: dict[str, fx.Node] = {}  # sizes that the graph holds; a tensor that is asked stays
     for node in list(graph.nodes):
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            numbers.setdefault(str(node.meta["val"]), node)
         if (left_out := _left_out(node)) is not None:
             dim, count = left_out
             source = cast(fx.Node, node.args[0])
@@ -412,7 +415,8 @@ def _settle_slices(graph: fx.Graph) -> None:
             sizes[dim] = shape_of(source)[dim] - count
             with builder.before(node):
                 if (told := str(sizes[dim])) not in checked:
-                    size = builder.call(aten.sym_size.int, source, dim)
+                    size = numbers.get(str(shape_of(source)[dim]))
+                    size = size or builder.call(aten.sym_size.int, source, dim)
                     enough = builder.call(operator.ge, size, count)
                     _check_size(builder, enough, node)
                     checked.add(told)
