@@ -49,7 +49,7 @@ from fxrl.rl.data.questions import (
     split_rows,
     usable_rows,
 )
-from fxrl.rl.data.rewards import Reward, build_rewards
+from fxrl.rl.data.rewards import GIVEN, Reward, build_rewards, check_arguments
 from fxrl.rl.data.verifiers import Environment
 from fxrl.rl.errors import BadConfigError, defined_at
 from fxrl.rl.loop import fingerprint
@@ -73,6 +73,7 @@ class Questions:
         builder: makes their prompts.
         longest: tokens of the longest prompt, or what prompts may grow to.
         fingerprints: of the data, the rewards, the loss and the tools, by name.
+        columns: that rewards get; some rows may lack them.
         conversation: plays the rollouts, where there are tools.
         environment: of verifiers, which does.
         grow: a harness, or ``reset``, may make prompts longer.
@@ -83,6 +84,7 @@ class Questions:
     builder: PromptBuilder
     longest: int
     fingerprints: Mapping[str, str]
+    columns: tuple[str, ...] = ()
     conversation: Conversation | None = None
     environment: Environment | None = None
     grow: bool = False
@@ -104,7 +106,7 @@ class Questions:
         elif self.environment is not None:
             player = VerifiersPlayer(self.environment, self.builder, config.rollout)
         judges = (self.builder, self.rewards, config, tokenizer, stage, ranks, player)
-        return Rollouter(engine, *judges, self.longest)
+        return Rollouter(engine, *judges, self.longest, self.columns)
 
 
 @dataclass(slots=True)
@@ -197,12 +199,29 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         )
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
+    columns = _columns(source, asked, tell)
+    further = conversation, config.rollout.rollout_func, source.environment
+    if all(one is None for one in further):  # which may give columns of their own
+        check_arguments(rewards, columns)
     fingerprints = _fingerprints(config, source, asked, rewards)
     environment = source.environment
     grow = environment is not None or (conversation is not None and bool(conversation.tools.kinds))
     longest = data.max_prompt_tokens if grow else max(lengths)
     players = conversation, environment
-    return Questions(split, rewards, builder, longest, fingerprints, *players, grow)
+    return Questions(split, rewards, builder, longest, fingerprints, columns, *players, grow)
+
+
+def _columns(source: RowSource, asked: RowSource | None, tell: Tell) -> tuple[str, ...]:
+    """Those that rewards get; says which ones they do not get under their name."""
+    rows = (*source.rows, *(asked.rows if asked is not None else ()))
+    named = dict.fromkeys(str(name) for row in rows for name in row)
+    for name in GIVEN:
+        if name in named:
+            tell(
+                f"data: rewards get the run's own {name!r}; that column of the data is in their "
+                "argument 'rows'"
+            )
+    return tuple(name for name in named if name != "prompt")
 
 
 def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
