@@ -66,7 +66,7 @@ from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rounds, counted_rows
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
-from fxrl.capture.repeated import again, only_again
+from fxrl.capture.repeated import again, kind_of_cache, only_again
 from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.capture.segments import in_segments
 from fxrl.ir.graph import hint
@@ -654,10 +654,10 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     module does around its forward is nothing without hooks, which are watched, and tracing it takes
     4 ms a layer."""
     token = only_again(self.value) if self.source and not global_hooks() else None
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # before transformers 5.24
-    fills = cache is not None and not cache.is_python_constant()
+    kind = kind_of_cache()
+    fills = any(isinstance(getattr(v.realize(), "value", None), kind) for v in kwargs.values())
     around = type(self.value).__call__, type(self.value)._call_impl
-    if token is None or fills or around != _AROUND:
+    if token is None or around != _AROUND or fills:
         return _call_module(self, tx, args, kwargs)
     named = {ConstantVariable.create(name): value for name, value in kwargs.items()}
     given = [ConstantVariable.create(token), TupleVariable([*args]), ConstDictVariable(named)]

@@ -216,7 +216,7 @@ class _Layer:
         the layer gets back is what it puts in; so that is what it gets, and nothing is kept.
         ``_UNKEPT`` stands in its place: code that reads the cache fails to be captured this way.
         """
-        original, index, kind = self.module.forward, self.index, _kind_of_cache()
+        original, index, kind = self.module.forward, self.index, kind_of_cache()
         call = partial(_trace_first if self.first is self else _trace_again, self.token)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -269,7 +269,7 @@ _EMPTY, _UNKEPT = _EmptyCache(), _Unkept()
 _DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")  # of transformers: they grow by what comes
 
 
-def _kind_of_cache() -> Any:
+def kind_of_cache() -> Any:
     """What ``isinstance`` knows a cache of transformers by: layers take it by several names."""
     return getattr(sys.modules.get("transformers.cache_utils"), "Cache", _Unkept)
 

@@ -103,7 +103,8 @@ def load_function(path: str | Callable[..., Any]) -> Callable[..., Any]:
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")]
+            named = vars(found).items()
+            public = [name for name, value in named if name[:1] != "_" and callable(value)]
             near = did_you_mean(part, public)
             raise LossConfigError(f"{home} has no function {part!r}{near}{_hidden(path)}")
         found = getattr(found, part)

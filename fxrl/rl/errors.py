@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,12 @@ def raised_at(error: BaseException) -> str:
     foreign = [f for f in frames if not f.filename.startswith(_FXRL) and f.filename[:1] != "<"]
     own = [f for f in foreign if not f.filename.startswith(_INSTALLED)]
     return "".join(f" at {_place(f.filename, f.lineno)}" for f in (own or foreign)[-1:])
+
+
+def called(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """The frames of what fxrl's innermost one has called; all of them where that is nothing."""
+    ours = [at for at, frame in enumerate(frames, 1) if frame.filename.startswith(_FXRL)]
+    return frames[max(ours, default=0) :] or frames
 
 
 def raised(error: BaseException) -> str:

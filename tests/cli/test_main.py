@@ -183,3 +183,17 @@ def test_what_goes_wrong_is_told_in_words(argv, code, says, tmp_path, monkeypatc
     assert "Traceback" not in told
     assert "free some space" not in told
     assert told.count("module:function") == 0
+
+
+def test_a_process_ends_with_its_last_word():
+    """What is left is not freed one by one, and what bindings say of that is not heard."""
+    run = (
+        "import atexit, gc, os, sys\n"
+        "def after():\n"
+        "    print(gc.get_freeze_count() > 0, flush=True); os.write(2, b'leaked')\n"
+        "atexit.register(after); sys.argv = ['fxrl', '--help']\n"
+        "from fxrl.cli import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "True"

@@ -79,7 +79,7 @@ class Check:
     schema: Mapping[str, Any]  # the range in JSON schema's words
 
     def __call__(self, value: Any) -> str | None:
-        return self.wrong(value)
+        return "is not a number" if value != value else self.wrong(value)
 
 
 def at_least(low: float) -> Check:

@@ -216,7 +216,7 @@ def split_rows(
     if len(taken) < num_shots + num_held_out or not train:
         raise DataError(
             f"{len(distinct)} distinct questions{' besides those of [eval]' if held_out else ''} "
-            f"are too few for {num_shots} examples, "
+            f"are too few for {f'{num_shots} examples, ' if num_shots else ''}"
             f"{num_held_out} held out and at least one to train on; raise data.size or lower "
             "eval.size"
         )

@@ -27,7 +27,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -36,7 +36,7 @@ from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
 from fxrl.rl.config.named import reward_name
 from fxrl.rl.config.tables import RewardConfig
-from fxrl.rl.errors import RewardError, defined_at, raised, shown
+from fxrl.rl.errors import BadConfigError, RewardError, called, defined_at, raised, raised_at, shown
 from fxrl.rl.process_state import ProcessState
 
 T = TypeVar("T")
@@ -89,9 +89,11 @@ class Background(Generic[T]):
 
 
 def stack_of(thread: threading.Thread) -> str:
-    """The innermost calls that a thread is in; empty if it has ended."""
+    """The innermost calls of the user's code that a thread is in; empty if it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
+    if frame is None:
+        return ""
+    return "".join(traceback.format_list(called(traceback.extract_stack(frame))[-6:]))
 
 
 GRACE_S = 1.0
@@ -165,7 +167,8 @@ class Reward:
             raise
         # User code may raise anything; the run must be saved and the function named.
         except BaseException as error:
-            raise CallFailed(f"reward {self.name!r} {raised(error)}") from error
+            place = "" if raised_at(error) else defined_at(self.function)
+            raise CallFailed(f"reward {self.name!r} {raised(error)}{place}") from error
         try:
             return _checked(values, num)
         # Objects of the user's may raise anything where they are read.
@@ -173,6 +176,28 @@ class Reward:
             told = f"{error}" if isinstance(error, ValueError) else f"what raises {shown(error)}"
             place = defined_at(self.function)
             raise RewardError(f"reward {self.name!r} returned {told}{place}") from error
+
+
+GIVEN = ("prompts", "completions", "completion_ids", "rows", "trainer_state")
+"""What rewards get besides the columns of the data."""
+
+
+def check_arguments(rewards: Sequence[Reward], columns: Iterable[str]) -> None:
+    """Refuses a function that asks for what no call would give it.
+
+    Raises:
+        BadConfigError: it names the parameter.
+    """
+    names = (*GIVEN, *columns)
+    for reward in rewards:
+        for one in inspect.signature(reward.function).parameters.values():
+            if one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                continue
+            if one.name not in names or one.kind is one.POSITIONAL_ONLY:
+                raise BadConfigError(
+                    f"reward {reward.name!r}{defined_at(reward.function)} wants {one.name!r}; "
+                    f"rewards are called by keyword, with {', '.join(names)}"
+                )
 
 
 def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:

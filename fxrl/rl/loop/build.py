@@ -50,7 +50,7 @@ from fxrl.rl.data.questions import (
     split_rows,
     usable_rows,
 )
-from fxrl.rl.data.rewards import Reward, build_rewards
+from fxrl.rl.data.rewards import GIVEN, Reward, build_rewards, check_arguments
 from fxrl.rl.data.verifiers import Environment
 from fxrl.rl.errors import BadConfigError, defined_at
 from fxrl.rl.loop import fingerprint
@@ -75,6 +75,7 @@ class Questions:
     builder: PromptBuilder
     longest: int  # tokens of the longest prompt, or the limit if prompts may grow
     fingerprints: Mapping[str, str]  # of the data, the rewards, the loss and the tools, by name
+    columns: tuple[str, ...] = ()  # that rewards get; some rows may lack them
     conversation: Conversation | None = None  # plays the rollouts, if there are tools
     environment: Environment | None = None  # of verifiers, which then plays the rollouts
     grow: bool = False  # an environment may extend prompts
@@ -96,7 +97,7 @@ class Questions:
         elif self.environment is not None:
             player = VerifiersPlayer(self.environment, self.builder, config.rollout)
         judges = (self.builder, self.rewards, config, tokenizer, stage, ranks, player)
-        return Rollouter(engine, *judges, self.longest)
+        return Rollouter(engine, *judges, self.longest, self.columns)
 
 
 @dataclass(slots=True)
@@ -174,12 +175,29 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         )
     if config.eval.reward is not None and config.eval.reward not in names:
         raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
+    columns = _columns(source, asked, tell)
+    further = conversation, config.rollout.rollout_func, source.environment
+    if all(one is None for one in further):  # which may give columns of their own
+        check_arguments(rewards, columns)
     fingerprints = _fingerprints(config, source, asked, rewards)
     environment = source.environment
     grow = environment is not None or (conversation is not None and bool(conversation.tools.kinds))
     longest = data.max_prompt_tokens if grow else max(lengths)
     players = conversation, environment
-    return Questions(split, rewards, builder, longest, fingerprints, *players, grow)
+    return Questions(split, rewards, builder, longest, fingerprints, columns, *players, grow)
+
+
+def _columns(source: RowSource, asked: RowSource | None, tell: Tell) -> tuple[str, ...]:
+    """Those that rewards get; says which ones they do not get under their name."""
+    rows = (*source.rows, *(asked.rows if asked is not None else ()))
+    named = dict.fromkeys(str(name) for row in rows for name in row)
+    for name in GIVEN:
+        if name in named:
+            tell(
+                f"data: rewards get the run's own {name!r}; that column of the data is in their "
+                "argument 'rows'"
+            )
+    return tuple(name for name in named if name != "prompt")
 
 
 def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:

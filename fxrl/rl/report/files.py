@@ -31,9 +31,10 @@ Tell = Callable[[str], None]
 
 
 def why(error: BaseException) -> str:
-    """The system's reason, in words."""
-    reason = getattr(error, "strerror", None)
-    return str(reason) if reason else (str(error).splitlines() or [type(error).__name__])[0][:200]
+    """The system's reason, or the first line of what it says, in words."""
+    text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
+    line = " ".join(text.splitlines()[0].split())
+    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def try_to_write(action: Callable[[], T], what: str) -> T:

@@ -227,6 +227,7 @@ class LogReporter(Reporter):
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
         self._known: set[str] = set()
+        self._sampled = False  # the first step's completions are written; the last one's at the end
         self._written = self.start
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick_on, name="progress", daemon=True)
@@ -265,15 +266,15 @@ class LogReporter(Reporter):
         self.console.out(text, highlight=False)
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        first = not self._samples
         super().step(record, samples)
         columns = (*COLUMNS[1:], *EXAMPLE_COLUMNS)
         words = [f"{name} {_cell(record, key, form)}" for name, key, form in columns]
         shown = "  ".join(word for word in words if not word.endswith(" -"))
         left = f"{_hours(self.seconds_left())} left"
         self.message(f"step {self.done}/{self.total}  {shown}  {left}  ({time_line(record)})")
-        if samples and first:
-            self.console.print(completions_table(samples))
+        if samples and not self._sampled:
+            self._sampled = True
+            Reporter.show_last(self)
 
 
 class PatientReporter(LogReporter):

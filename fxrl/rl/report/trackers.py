@@ -89,7 +89,9 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio, called as run_dir; trackio itself finds a resumed run by that name."""
+    """A run of trackio, called as run_dir. It takes no id: a resumed run goes on with the newest of
+    that name in its project, so runs in folders of one name want projects of their own.
+    """
 
     def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
         trackio = optional("trackio", "log_to=trackio", "trackio")

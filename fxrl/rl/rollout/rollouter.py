@@ -98,8 +98,12 @@ class Judge:
         tokenizer: Any,
         state: TrainerState,
         ranks: Ranks | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
         self.rows, self.prompts, self.rewards = rows, prompts, rewards
+        # A column that only some rows have is None in the others, whichever rows are drawn.
+        named = (name for row in rows for name in row if name != "prompt")
+        self._columns = tuple(dict.fromkeys((*columns, *named)))
         self.tokenizer, self.state, self.ranks = tokenizer, state, ranks or Ranks()
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._groups: dict[int, _Group] = {}
@@ -175,9 +179,7 @@ class Judge:
         """TRL's arguments for the completions of these prompts, by their numbers."""
         completions, told, texts = _joined(groups)
         each_row = [self.rows[i] for i, group in groups.items() for _ in group.completions]
-        # A column that only some rows have is None in the others, whichever rows are judged.
-        names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
-        columns = {str(name): [row.get(name) for row in each_row] for name in names}
+        columns = {str(name): [row.get(name) for row in each_row] for name in self._columns}
         further = dict.fromkeys(name for one in told for name in one.columns)
         columns |= {name: [one.columns.get(name) for one in told] for name in further}
         if all(prompt in self._environments for prompt in groups):  # not those of other ranks
@@ -225,10 +227,12 @@ class Rollouter:
         ranks: Ranks | None = None,
         player: Player | None = None,
         longest: int = 0,
+        columns: Sequence[str] = (),
     ) -> None:
         self.engine, self.builder, self.rewards = engine, builder, rewards
         self.player = player  # plays rollouts of several turns; ``None`` where each is one
         self.longest, self.rows_each = longest, config.sampling.num_generations
+        self.columns = columns  # of the data, even if no row of a step has them
         self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
         self.ranks = ranks or Ranks()
         self._retried: list[str] = []
@@ -255,7 +259,8 @@ class Rollouter:
             doing.enter_context(clock.phase("generate"))
             say = doing.enter_context(self.stage(f"generating: {total} completions"))
             doing.enter_context(told("fxrl.engines.engine", say))
-            judge = Judge(rows, prompts, self.rewards, self.tokenizer, state, self.ranks)
+            judges = (self.rewards, self.tokenizer, state, self.ranks, self.columns)
+            judge = Judge(rows, prompts, *judges)
             try:
                 if self.player is not None:
                     groups = self._played(self.player, judge, rows, params, state)

@@ -118,6 +118,7 @@ def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
         ("reward.functions=['nomodule:f']", "importing 'nomodule' failed"),
         ("reward.functions=['json:dumpz']", "did you mean 'dump"),
         ("reward.params.length.tarjet=3", "did you mean 'target'?"),
+        ("optim.lr=nan", "optim.lr=nan is not a number"),
         ("sampling.temperature=0", "temperature=0.0 must be above 0"),
         ("engine=sglang", "is not one of 'torch', 'vllm'"),
         ("vllm.max_num_seq=3", "vllm.max_num_seq: no such key; did you mean 'vllm.max_num_seqs'?"),

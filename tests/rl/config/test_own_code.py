@@ -135,7 +135,7 @@ def test_an_installed_module_that_hides_your_file_is_told(project):
         ("import sys\nsys.exit(0)", "SystemExit(0) ({file}:2)"),
         ("\n\n1 / 0", "ZeroDivisionError('division by zero') ({file}:3)"),
         ("even = 3", "'mine.py:even' is int, not a function"),
-        ("def od(): pass", "has no function 'even'"),
+        ("import sys\ndef odd(): pass", "has no function 'even'; known: odd"),
     ],
 )
 def test_code_that_fails_while_it_is_imported_is_a_mistake_with_its_line(project, source, said):

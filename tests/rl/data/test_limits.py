@@ -35,6 +35,7 @@ def test_a_hanging_call_is_left_and_says_where():
         Background(lambda: hang(gate), "hanging").result(0.05)
     assert time.monotonic() - start < 5
     assert "gate.wait(20)" in caught.value.stack
+    assert "rewards.py" not in caught.value.stack, "only what the call itself does"
     [left] = [thread for thread in threading.enumerate() if thread.name == "hanging"]
     assert left.daemon, "it must not keep the process from ending"
     gate.set()

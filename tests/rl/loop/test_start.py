@@ -52,3 +52,59 @@ def test_what_is_wrong_moves_nothing(config_file, words):
 def test_either_go_on_or_anew(config_file, capsys):
     assert train(config_file, "--resume", "--overwrite") == 2
     assert "not allowed with" in capsys.readouterr().err
+
+
+REWARDS = """
+def two(a, b):
+    return [1.0]
+
+
+def of_level(completions, completion_ids, level):
+    values = [sum(ids) % 5 if one is None else one for ids, one in zip(completion_ids, level)]
+    return [float(value) for value in values]
+
+
+def said(completions, rows):
+    assert all(row["completions"] == "mine" for row in rows)
+    return [float(len(completion)) for completion in completions]
+"""
+
+
+def test_a_reward_that_wants_what_it_does_not_get_is_refused_before_the_model(config_file, capsys):
+    Path("mine.py").write_text(REWARDS)
+    assert train(config_file, "reward.functions=['mine.py:two']", "reward.params={}") == 2
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
+    assert "reward 'two' (defined at mine.py:2) wants 'a'; rewards are called by keyword, " in told
+    assert told.endswith("prompts, completions, completion_ids, rows, trainer_state, answer")
+
+
+def test_a_column_that_no_row_of_a_step_has_is_none(config_file):
+    rows = [{"prompt": str(number)} for number in range(8)]
+    rows[5]["level"] = 3.0
+    Path("questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("mine.py").write_text(REWARDS)
+    assert train(config_file, "reward.functions=['mine.py:of_level']", "reward.params={}") == 0
+
+
+def test_a_column_that_rewards_do_not_get_by_its_name_is_told(config_file, capsys):
+    Path("questions.jsonl").write_text('{"prompt": "a", "completions": "mine"}\n')
+    Path("mine.py").write_text(REWARDS)
+    words = ("steps=1", "reward.functions=['mine.py:said']", "reward.params={}")
+    assert train(config_file, *words) == 0
+    told = [json.loads(line).get("text", "") for line in capsys.readouterr().out.splitlines()]
+    assert (
+        "data: rewards get the run's own 'completions'; that column of the data is in their "
+        "argument 'rows'" in told
+    )
+
+
+def test_one_step_shows_its_completions_once(config_file, capsys):
+    assert main(["train", str(config_file), "run_dir=a", "steps=1"]) == 0
+    assert capsys.readouterr().out.count("sample completions") == 1
+    assert main(["train", str(config_file), "run_dir=b", "steps=3"]) == 0
+    assert capsys.readouterr().out.count("sample completions") == 2
+
+
+def test_too_few_questions(config_file, capsys):
+    assert train(config_file, "eval.size=8") == 2
+    assert "are too few for 8 held out and at least one to train on" in capsys.readouterr().out

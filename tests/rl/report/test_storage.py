@@ -17,7 +17,7 @@ from torch import nn
 
 from fxrl.rl.errors import StorageError
 from fxrl.rl.loop import checkpoint, store
-from fxrl.rl.report.files import JsonLines, keep_trying, read_lines
+from fxrl.rl.report.files import JsonLines, keep_trying, read_lines, why
 
 
 @pytest.fixture
@@ -228,3 +228,16 @@ def test_a_file_that_is_replaced_or_deleted_loses_no_line(tmp_path):
         "m.jsonl was deleted; it is written on",
     ]
     lines.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ValueError(" \nno such  scheme\nand more"), "no such scheme"),
+        (ValueError("word " * 100), "word " * 39 + "wo..."),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_a_reason_is_one_short_line(error, words):
+    assert why(error) == words
