@@ -654,8 +654,8 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     module does around its forward is nothing without hooks, which are watched, and tracing it takes
     4 ms a layer."""
     token = only_again(self.value) if self.source and not global_hooks() else None
-    kind = kind_of_cache()
-    fills = any(isinstance(getattr(v.realize(), "value", None), kind) for v in kwargs.values())
+    objects = (v for v in kwargs.values() if isinstance(v.realize(), UserDefinedObjectVariable))
+    fills = any(isinstance(v.realize().value, kind_of_cache()) for v in objects)
     around = type(self.value).__call__, type(self.value)._call_impl
     if token is None or around != _AROUND or fills:
         return _call_module(self, tx, args, kwargs)
