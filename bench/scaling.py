@@ -1,0 +1,118 @@
+"""How an update scales over ranks: more sequences (weak), or one job shared out (strong).
+
+``weak``: every rank has rows of its own, and gradients are summed while the last backward runs.
+``strong``: ``context_parallel`` shares each sequence out. A row is a count of ranks, started by
+torchrun; seconds are those of the slowest rank in each step. On a CPU ranks speak gloo.
+
+    fxrl bench scaling weak --ranks 1,2 --shape qwen3-1.7b --rows 32 --length 2048
+    fxrl bench scaling strong --ranks 1,2 --shape qwen3-1.7b --rows 1 --length 262144
+
+Exit code 1: a run failed, or a rewrite was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import fxrl
+from bench.lib import child, common, qwen
+from fxrl import losses
+from fxrl.distributed import joined
+from fxrl.rl.loop.gradients import GradientSum
+
+COLUMNS = ("ranks", "step_ms", "step_ms_max", "exposed_ms", "peak_gib", "efficiency", "error")
+MARK = "scaling: "
+WARM_UP = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures; see above for what is returned."""
+    args = _arguments(argv)
+    if args.worker:
+        return _work(args)
+    shared = "one job" if args.what == "strong" else "on each rank"
+    notes = [
+        f"{args.layers or 'all'} layers of {args.shape}'s shape, LoRA r=32, random weights, GRPO, "
+        f"AdamW; {shared}: {args.rows} sequences of {args.length} tokens",
+        "exposed_ms: how long the slowest rank waited for gradients behind its backward, last step",
+        "efficiency: the first row's time over this one's, times what should be gained",
+    ]
+    results = common.results(args, f"{args.what} scaling over ranks", COLUMNS, notes)
+    first: Mapping[str, Any] | None = None
+    for ranks in args.ranks:
+        with results.row(ranks=ranks) as row:
+            row |= child.measured(_command(ranks, argv), MARK)
+            if "error" not in row:
+                first = first or dict(row)
+                ideal = first["ranks"] / ranks if args.what == "strong" else 1.0
+                row["efficiency"] = first["step_ms"] * ideal / row["step_ms"]
+    results.finish()
+    return int(results.failed())
+
+
+def _command(ranks: int, argv: Sequence[str] | None) -> list[str]:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "bench.scaling"]
+    return [sys.executable, *launch, *(sys.argv[1:] if argv is None else argv), "--worker"]
+
+
+def _work(args: argparse.Namespace) -> int:
+    """One rank; the first one prints what all have measured."""
+    gpu = args.device == "cuda"
+    with joined() as ranks:
+        device = f"cuda:{torch.cuda.current_device()}" if gpu else "cpu"
+        sharing = ranks.size if args.what == "strong" else 1
+        model = qwen.make_model(args.shape, device, layers=args.layers, checkpointing=False)
+        config = fxrl.Config(context_parallel=sharing, min_saved_bytes=0, on_miss="error")
+        step = fxrl.optimize(model, losses.grpo(beta=0.0), config)
+        weights = list(qwen.trainable(model).values())
+        gradients = GradientSum(weights, ranks, early=sharing == 1, sharing=sharing)
+        optimizer = torch.optim.AdamW(weights, lr=1e-6)
+        draw = torch.Generator(device).manual_seed(0 if sharing > 1 else ranks.rank)
+
+        def update() -> None:
+            batch = qwen.drawn_batch(model, args.rows, args.length, draw)
+            with gradients.early():
+                qwen.backward_fn(step, batch)()
+            if sharing == 1:  # ranks that share a sequence have whole gradients already
+                gradients.finish()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        seconds = []
+        for _ in range(WARM_UP + args.repeats):
+            ranks.exposed_s = 0.0
+            ranks.meet()
+            seconds.append(max(ranks.gather(common.wall_s(update, args.device))))
+        peaks = ranks.gather(torch.cuda.max_memory_allocated() if gpu else 0)
+        exposed = max(ranks.gather(ranks.exposed_s))
+        if ranks.primary:
+            timed = seconds[WARM_UP:]
+            found = {"ranks": ranks.size, "exposed_ms": exposed * 1e3}
+            found |= {"step_ms": statistics.median(timed) * 1e3, "step_ms_max": max(timed) * 1e3}
+            found |= {"peak_gib": common.gib(max(peaks)) if gpu else None}
+            print(MARK + json.dumps(found), flush=True)
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument("what", choices=("weak", "strong"))
+    parser.add_argument("--ranks", type=common.numbers, default=[1, 2], help="counts: 1,2,4")
+    parser.add_argument("--shape", default="qwen3-1.7b", choices=sorted(qwen.SHAPES))
+    parser.add_argument("--layers", type=common.positive)
+    parser.add_argument("--rows", type=common.positive, default=32)
+    parser.add_argument("--length", type=common.positive, default=2048, metavar="TOKENS")
+    parser.add_argument("--repeats", type=common.positive, default=5)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
