@@ -144,6 +144,7 @@ def lower(
     opaque.restore(lowered)
     _forget_offsets(lowered.graph)
     with _tracing(examples):
+        _spell_numels(lowered.graph)
         _pad_rows_in_order(lowered.graph)
         _settle_slices(lowered.graph)
     _rejoin_rows(lowered.graph)
@@ -236,10 +237,11 @@ class _NotFunctionalError(Exception):
 
 
 class _NoWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends a trace at an op that writes, whatever it is called, as parts of ``rms_norm`` do."""
+    """Ends a trace at an op that writes, whatever it is called, as parts of ``rms_norm`` do; and
+    at a library's own views, of which functional tensors know whether they can be followed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
+        if func._schema.is_mutable or (func.is_view and func.namespace not in ("aten", "prims")):
             raise _NotFunctionalError
         return func(*args, **(kwargs or {}))
 
@@ -394,6 +396,20 @@ def _pad_rows_in_order(graph: fx.Graph) -> None:
             pad.replace_input_with(source, rows)
 
 
+def _spell_numels(graph: fx.Graph) -> None:
+    """Let how many entries a tensor has be the product of its sizes, which rows can follow."""
+    builder = Builder(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.sym_numel.default):
+        with builder.before(node):
+            node.replace_all_uses_with(_numel(builder, as_node(node.args[0])))
+        graph.erase_node(node)
+
+
+def _numel(builder: Builder, tensor: fx.Node) -> fx.Node:
+    sizes = (builder.call(aten.sym_size.int, tensor, dim) for dim in range(len(shape_of(tensor))))
+    return reduce(partial(builder.call, operator.mul), sizes)
+
+
 def _settle_slices(graph: fx.Graph) -> None:
     """Let ``x[:-1]`` and ``x[1:]`` of a sequence as long as data says have ``u - 1`` entries.
 
@@ -443,10 +459,7 @@ def _rejoin_rows(graph: fx.Graph) -> None:
         node.update_arg(0, source)
         for reader in [user for user in flat.users if is_call(user, aten.sym_size.int)]:
             with builder.before(reader):
-                sizes = (
-                    builder.call(aten.sym_size.int, source, d) for d in range(len(shape_of(source)))
-                )
-                reader.replace_all_uses_with(reduce(partial(builder.call, operator.mul), sizes))
+                reader.replace_all_uses_with(_numel(builder, source))
 
 
 def _check_size(builder: Builder, holds: fx.Node, node: fx.Node) -> None:
