@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.analysis.layers import layer_path, signature
 from fxrl.capture._torch import (
+    ENTER_AUTOCAST,
     ENTER_INFERENCE,
     EXIT_INFERENCE,
     SET_GRAD,
@@ -295,6 +296,8 @@ class _Lowering(fx.Interpreter):
                 result = self._opaque.call(n, args, kwargs)
         else:
             result = super().run_node(n)
+        if is_call(n, ENTER_AUTOCAST):  # what is cached of weights is no value of this trace
+            torch.set_autocast_cache_enabled(False)
         if not mode.differentiated or n.op not in ("call_function", "call_method"):
             return result
         if n.target in ("detach_", torch.detach_):  # no op of ATen tells

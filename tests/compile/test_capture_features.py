@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -180,10 +181,16 @@ def test_train_and_eval_are_two_captures_of_one_step() -> None:
     assert captures(step) == 2
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["around the call", "inside the loss"])
-def test_autocast(inside: bool) -> None:
+@pytest.mark.parametrize(
+    ("around", "inside"),
+    [(True, False), (False, True), (True, True)],
+    ids=["around the call", "inside the loss", "both"],
+)
+def test_autocast(around: bool, inside: bool) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+        # accelerate asks for the cache of cast weights
+        cast = torch.autocast("cpu", torch.bfloat16, cache_enabled=True)
+        with cast if inside else nullcontext():
             logits = model(batch["ids"])
         return -token_logps(logits.float(), batch["ids"]).mean()
 
@@ -195,7 +202,7 @@ def test_autocast(inside: bool) -> None:
     reference = grads(truth)
 
     def error(run: Callable[[Any], Tensor]) -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
             loss = run(batch)
         loss.backward()
         found = grads(model)
