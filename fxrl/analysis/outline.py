@@ -123,8 +123,13 @@ def outline(
 
 # ---------------------------------------------------------------------------- what is inside
 def computes(node: fx.Node) -> bool:
-    """Whether the node is a tensor computation (and no input, constant, size or check)."""
+    """Whether the node is a tensor computation (and no input, constant, size or check).
+
+    ``lift_fresh_copy`` is a constant: what traces the graph again takes a real tensor there alone.
+    """
     if node.op != "call_function" or "assert" in str(node.target):
+        return False
+    if is_call(node, aten.lift_fresh_copy.default):
         return False
     val = node.meta.get("val")
     return isinstance(val, (torch.Tensor, tuple, list))

@@ -34,6 +34,14 @@ without_autocast: Any = torch._C._DisableAutocast  # a context: a lowered graph 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward at hand
 
 
+def donate_nothing() -> None:
+    """What AOTAutograd compiles right now writes into nothing that was saved for its backward, which
+    may therefore run twice. (Its config is read in the backward, too, and so cannot say it.)"""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
 # ---------------------------------------------------------------------------- sizes that vary
 def symbolic_mode() -> FakeTensorMode:
     """Fake tensors whose sizes may vary, in a shape environment of their own."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxrl.analysis.saved_tensors import read_later
@@ -21,6 +21,7 @@ from fxrl.capture._torch import RestartAnalysis
 from fxrl.compile._torch import (
     aot_module_simplified,
     default_partition,
+    donate_nothing,
     min_cut_rematerialization_partition,
     without_autocast,
 )
@@ -132,17 +133,30 @@ def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
     kept: dict[str, Any] = {"preserve_rng_state": bool(options.get("preserve_rng_state", True))}
     if (what_to_save := what_it_saves(body)) is not None:
         kept["context_fn"] = what_to_save
-    return checkpoint(body, *args, use_reentrant=False, **kept)
+    # The user's function reads its weights by itself. As arguments they would have to stay as they
+    # are until the backward.
+    weights = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}
+
+    def run(*rest: Any) -> Any:
+        others = iter(rest)
+        return body(*(weights[i] if i in weights else next(others) for i in range(len(args))))
+
+    rest = [arg for i, arg in enumerate(args) if i not in weights]
+    return checkpoint(run, *rest, use_reentrant=False, **kept)
 
 
 def compile_by_aot(
     gm: fx.GraphModule, examples: Sequence[Any], graphs: dict[str, fx.GraphModule]
 ) -> Callable[..., Any]:
-    """AOTAutograd over the graph, each half run op by op and kept in ``graphs`` by its name."""
+    """AOTAutograd over the graph, each half run op by op and kept in ``graphs`` by its name.
+
+    No half writes into what was saved: a backward may run again (``retain_graph``).
+    """
 
     def keep(kind: str) -> Callable[..., Any]:
         def compiler(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             graphs[kind] = graph
+            donate_nothing()
             return _boxed(graph)
 
         return compiler

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from fxrl.capture.gradient_hooks import looks_away
@@ -15,8 +16,10 @@ from tests.capture.mixer import (
     QUIET,
     Mixer,
     assert_matches_eager,
+    assert_same,
     captures,
     fused,
+    grads,
     make_batch,
     policy_loss,
 )
@@ -102,6 +105,27 @@ def test_a_hook_that_looks_keeps_the_gradient_of_the_logits(hook: Any) -> None:
         assert_matches_eager(step, policy_loss, model, make_batch(rows))
     assert not fused(step)
     assert step.report.of_kind("missed")
+
+
+class Halved(Mixer):
+    """Halves a gradient on its way to the embedding."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.embed(ids)))
+        if hidden.requires_grad:
+            hidden.register_hook(halved)
+        return self.head(torch.sin(hidden) * hidden)
+
+
+def test_a_backward_through_a_hook_may_run_again() -> None:
+    model = Halved()
+    step = optimize(model, policy_loss, QUIET)
+    found = []
+    for loss in (step(make_batch()), policy_loss(model, make_batch())):
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(grads(model))
+    assert_same(*found)
 
 
 def generator(_: Tensor) -> Any:

@@ -131,6 +131,30 @@ class Dropout(Layer):
         self.out.append(nn.Dropout(0.5))
 
 
+class Scaled(torch.autograd.Function):
+    """A product of weights times a tensor that the call makes."""
+
+    @staticmethod
+    def forward(ctx, a, b, scale):
+        ctx.save_for_backward(a, b, scale)
+        return (a @ b) * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b, scale = ctx.saved_tensors
+        return grad * scale @ b.T, a.T @ grad * scale, None
+
+
+class Constant(Layer):
+    def __init__(self, number):
+        super().__init__(number)
+        self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x, bias=None, seen=None):
+        x = super().forward(x)
+        return x + F.linear(x, Scaled.apply(self.a, self.b, torch.tensor(0.5)))
+
+
 def shared(kind=Layer, depth=4):
     model = Model(kind, depth)
     model.layers[2].qkv.weight = model.layers[1].qkv.weight
@@ -149,16 +173,18 @@ def frozen(kind=Layer, depth=4):
     ("make_model", "said"),
     [
         (lambda: make(Flag), "4 layers were captured as 2"),
+        (lambda: make(Constant), "4 layers were captured as 1"),
         (lambda: make(model=shared), "4 layers were captured as 1"),
         (lambda: make(model=frozen), "4 layers were captured as 2"),
     ],
-    ids=["two-kinds", "shared-weight", "frozen"],
+    ids=["two-kinds", "constant", "shared-weight", "frozen"],
 )
 def test_kinds_of_layers(make_model, said):
     model = make_model()
     step = optimized(model)
     check(step, model)
     assert once(step) == said
+    assert step.captures[0].running
 
 
 class Nested(Model):

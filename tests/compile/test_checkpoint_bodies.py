@@ -92,3 +92,23 @@ def test_bodies_that_differ_in_strides_are_lowered_each():
     found, wanted = step(batch), loss_fn(model, batch)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert step.report.of_kind("applied"), "the rewritten graph runs"
+
+
+def test_a_weight_that_is_written_after_a_checkpointed_call():
+    """Run again, it reads the weight as it is then, as eager does."""
+
+    class Writing(Tiny):
+        def forward(self, ids):
+            x = self.embedding(ids)
+            x = x + checkpoint(lambda x: self.layer(x).tanh(), x, use_reentrant=False)
+            with torch.no_grad():
+                self.layer.bias.mul_(0.5)
+            return self.head(x)
+
+    model, eager = Writing(None), Writing(None)
+    step = fxrl.optimize(model, loss_fn, fxrl.Config(compile_regions=False, on_miss="ignore"))
+    batch = {"ids": torch.randint(64, (3, 5)), "y": torch.randint(64, (3, 5))}
+    step(batch).backward()
+    loss_fn(eager, batch).backward()
+    for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
