@@ -54,6 +54,7 @@ from fxrl.ir.graph import (
     bound,
     clone,
     eliminate_dead_code,
+    graphs_of,
     has_hint,
     hint,
     is_call,
@@ -114,9 +115,12 @@ def lower(
         known: bodies that were lowered already.
 
     Raises:
-        Refusal: a value is a nested tensor, whose parts functional ATen cannot tell autograd.
+        Refusal: a value is a nested tensor, whose parts functional ATen cannot tell autograd; or
+            autograd is switched on inside of a call that is made without it.
     """
     _refuse_nested(gm)
+    if not grad_enabled:
+        _refuse_autograd(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
     examples = [example_of(node) for node in inputs]
     passed = {node for node in inputs if _only_passed(node)}
@@ -170,6 +174,14 @@ def _refuse_nested(gm: fx.GraphModule) -> None:
         if isinstance(value, torch.Tensor) and value.is_nested:
             reason = "a nested tensor is not followed into its parts"
             raise Refusal(reason, "compute the loss from packed or padded logits", node)
+
+
+def _refuse_autograd(gm: fx.GraphModule) -> None:
+    for graph in graphs_of(gm):
+        for switch in graph.find_nodes(op="call_function", target=SET_GRAD):
+            if switch.args[0]:
+                reason = "autograd is switched on inside of a call under no_grad"
+                raise Refusal(reason, "call the step where autograd is on", switch.next)
 
 
 def example_of(node: fx.Node) -> Any:

@@ -78,6 +78,26 @@ def test_scoring_without_grad_is_bitwise_the_training_log_probs() -> None:
     assert torch.equal(scored["logps"], metrics["logps"])
 
 
+def test_gradients_that_are_switched_on_inside_of_no_grad() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        with torch.enable_grad():
+            return policy_loss(model, batch)
+
+    model, batch = make_model(), make_batch()
+    step = optimize(model, loss_fn, QUIET)
+    with torch.no_grad():
+        loss = step(batch)
+    loss.backward()
+    wanted = grads(model)
+    policy_loss(model, batch).backward()
+    assert_same(wanted, grads(model))
+    (told,) = step.report.of_kind("missed")
+    assert "switched on inside of a call under no_grad" in told.reason
+    assert told.source
+    assert_matches_eager(step, loss_fn, model, batch)
+    assert fused(step)
+
+
 def test_metrics_come_back_as_the_loss_names_them() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(batch["ids"])
