@@ -44,7 +44,7 @@ from fxrl.capture._torch import (
 )
 from fxrl.capture.checks import check
 from fxrl.capture.opaque import OpaqueCalls, is_opaque, is_whole, under
-from fxrl.capture.writes import Functional, refuse_lost_values, storage_of, unwrap
+from fxrl.capture.writes import DATA_GIVEN, Functional, refuse_lost_values, storage_of, unwrap
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     CALL_LAYER,
@@ -316,8 +316,8 @@ class _Lowering(fx.Interpreter):
             if not isinstance(result, FunctionalTensor):
                 raise _NotFunctionalError
             mode.detach(result)
-        if n.target is torch.Tensor.set_:
-            self._check_other_views(n, result)
+        if n.target in DATA_GIVEN:
+            self._check_other_views(n, self.env[n.args[0]])
         if mode.written_apart:
             self._check_written(n)
         return result if mode.recording else self._detached(n, result)

@@ -44,6 +44,7 @@ def under(casts: Autocasts) -> Iterator[None]:
     "fxrl::stand_in",
     mutates_args=(),
     schema="(Tensor[] tensors, SymInt[] sizes, int key) -> Tensor[]",
+    tags=(torch.Tag.nondeterministic_seeded,),  # else torch runs it where tensors are constants
 )
 def _stand_in(tensors: list[torch.Tensor], sizes: list[int], key: int) -> list[torch.Tensor]:
     raise AssertionError("a stand-in is replaced before anything runs")

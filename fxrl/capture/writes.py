@@ -30,6 +30,10 @@ from fxrl.ir.graph import HigherOrderOperator, base_of, is_call, needs_grad
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
+#: ``x.data = y`` as Dynamo calls it, and as an op; the second of each from torch 2.15 on.
+_GIVES: Any = getattr(aten, "shallow_copy_data_", None)
+DATA_GIVEN = (torch.Tensor.set_, _GIVES)
+_GIVES_DATA = (aten.set_.source_Tensor, getattr(_GIVES, "default", None))
 #: They draw what their backward needs into an argument. Autograd takes that of the functional form
 #: from before the draw (torch 2.11 to 2.15).
 _DRAWING = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default)
@@ -63,7 +67,7 @@ class Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
             plain = pytree.tree_map_only(FunctionalTensor, unwrap, (args, kwargs))
             result = func(*plain[0], **plain[1])
             return pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, result)
-        if func is aten.set_.source_Tensor:  # ``x.data = y``
+        if func in _GIVES_DATA:
             func, args = aten.copy_.default, _alike(*args)
             self._set_apart(args[0])
         if (
