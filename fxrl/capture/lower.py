@@ -317,7 +317,7 @@ class _Lowering(fx.Interpreter):
                 raise _NotFunctionalError
             mode.detach(result)
         if n.target in DATA_GIVEN:
-            self._check_other_views(n, self.env[n.args[0]])
+            self._check_other_views(n, self.env[as_node(n.args[0])])
         if mode.written_apart:
             self._check_written(n)
         return result if mode.recording else self._detached(n, result)
