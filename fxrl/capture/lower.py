@@ -122,6 +122,7 @@ def lower(
     if not grad_enabled:
         _refuse_autograd(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
+    _mark_gradients(inputs)
     examples = [example_of(node) for node in inputs]
     passed = {node for node in inputs if _only_passed(node)}
     traced = [value for node, value in zip(inputs, examples, strict=True) if node not in passed]
@@ -187,6 +188,15 @@ def _refuse_autograd(gm: fx.GraphModule) -> None:
 def example_of(node: fx.Node) -> Any:
     """The value Dynamo saw for a node: a fake tensor, a SymInt, a number."""
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _mark_gradients(inputs: list[fx.Node]) -> None:
+    """Let each input need a gradient that Dynamo saw with one: from torch 2.15 on, one that is
+    given other data (``x.data = y``) is described by a copy that needs none."""
+    for node in inputs:
+        seen = getattr(node.meta.get("grapharg"), "fake_tensor", None)
+        if seen is not None and seen.requires_grad:
+            example_of(node).requires_grad_()
 
 
 def _only_passed(node: fx.Node) -> bool:

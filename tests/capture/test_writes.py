@@ -98,18 +98,12 @@ def renormed(layer: nn.Linear) -> None:
     nn.functional.embedding(torch.tensor([0, 2]), layer.weight, max_norm=0.3)
 
 
-# There its fake weight needs no gradient behind the write, and the loss runs as written.
-told_by_dynamo = pytest.mark.skipif(
-    hasattr(torch.ops.aten, "shallow_copy_data_"), reason="torch 2.15 on"
-)
-
-
 @pytest.mark.parametrize(
     "write",
     [
         by_argument,
         out_and_lists,
-        pytest.param(other_data, marks=told_by_dynamo),
+        other_data,
         renormed,
         clamp,
         through_data,
