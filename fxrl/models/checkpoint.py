@@ -116,14 +116,6 @@ def held_weights(model: nn.Module) -> list[HeldWeight]:
     return [held for key, held in found.items() if names[key] == len(held.holders)]
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same memory read as integers of the same width, any strides."""
-    return tensor.detach().view(_INTEGERS[tensor.element_size()])
-
-
 _INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 

@@ -16,7 +16,6 @@ from fxrl.ir.site import names_module
 from fxrl.models.checkpoint import (
     CheckpointTensors,
     HeldWeight,
-    bits,
     build_skeleton,
     held_weights,
     owner_of,
@@ -35,6 +34,7 @@ from fxrl.models.stored import (
     to_store,
     words_stored,
 )
+from fxrl.ops.checksum import bits
 from fxrl.ops.dequantized import (
     FORMATS,
     GROUP,

@@ -27,7 +27,6 @@ from fxrl.ir.remark import format_bytes
 from fxrl.models.checkpoint import (
     CheckpointTensors,
     HeldWeight,
-    bits,
     build_skeleton,
     held_weights,
     owner_of,
@@ -41,6 +40,7 @@ from fxrl.models.quantized import (
     settled,
     skeleton_in_bits,
 )
+from fxrl.ops.checksum import checksum
 from fxrl.ops.fp8 import E4M3
 from fxrl.ops.sharded import Layout, Peers, Shards, new_part, sharded_mm, sharded_rows
 
@@ -328,12 +328,8 @@ def shard(model: nn.Module, peers: Peers | None = None, *, trained: bool = False
 def _told(one: Shared) -> tuple[Any, ...]:
     """What ranks must have alike of a weight: sums over its bits do not depend on the device."""
     weight = one.weight
-    totals = [
-        int(bits(tensor.contiguous()).sum(dtype=torch.int64))
-        for tensor in (weight, one.scale)
-        if tensor is not None
-    ]
-    return one.names, tuple(weight.shape), str(weight.dtype), totals
+    sums = [checksum(tensor) for tensor in (weight, one.scale) if tensor is not None]
+    return one.names, tuple(weight.shape), str(weight.dtype), sums
 
 
 def shard_skeleton(model: nn.Module, ranks: int) -> nn.Module:

@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 _PIECE = 2**22
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory read as integers of the same width, any strides."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
 def checksum(value: Tensor) -> list[int]:
@@ -15,7 +20,7 @@ def checksum(value: Tensor) -> list[int]:
             flat = flat.clone()
         words = flat.view(torch.int64)
     else:
-        words = flat.view(_INTEGERS[flat.itemsize]).to(torch.int64)
+        words = bits(flat).to(torch.int64)
     places = torch.arange(1, 1 + min(len(words), _PIECE), device=words.device)
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for start in range(0, len(words), _PIECE):

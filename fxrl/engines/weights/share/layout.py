@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxrl.models.checkpoint import bits
+from fxrl.ops.checksum import bits
 
 _SHARD_ORDER = {"q": 0, "k": 1, "v": 2}
 
