@@ -654,10 +654,8 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     module does around its forward is nothing without hooks, which are watched, and tracing it takes
     4 ms a layer."""
     token = only_again(self.value) if self.source and not global_hooks() else None
-    objects = (v for v in kwargs.values() if isinstance(v.realize(), UserDefinedObjectVariable))
-    fills = any(isinstance(v.realize().value, kind_of_cache()) for v in objects)
     around = type(self.value).__call__, type(self.value)._call_impl
-    if token is None or around != _AROUND or fills:
+    if token is None or around != _AROUND or any(map(_is_cache, kwargs.values())):
         return _call_module(self, tx, args, kwargs)
     named = {ConstantVariable.create(name): value for name, value in kwargs.items()}
     given = [ConstantVariable.create(token), TupleVariable([*args]), ConstDictVariable(named)]
@@ -665,6 +663,11 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     place = str(id(self.value)), self.get_nn_module_stack_source(), tx, self.value
     with record_nn_module_stack(*place):
         return TorchInGraphFunctionVariable(again).call_function(tx, given, {})
+
+
+def _is_cache(value: Any) -> bool:
+    known = value.realize()
+    return isinstance(known, UserDefinedObjectVariable) and isinstance(known.value, kind_of_cache())
 
 
 _REPLACED: list[tuple[Any, str, Any]] = [

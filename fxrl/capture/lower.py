@@ -125,26 +125,13 @@ def lower(
     _mark_gradients(inputs)
     examples = [example_of(node) for node in inputs]
     passed = {node for node in inputs if _only_passed(node)}
-    traced = [value for node, value in zip(inputs, examples, strict=True) if node not in passed]
-
-    def trace(how: Callable[..., Any]) -> tuple[fx.GraphModule, OpaqueCalls]:
-        opaque = OpaqueCalls(gm)
-        mode = Functional(differentiated=grad_enabled)
-        interpreter = _Lowering(gm, opaque, mode)
-
-        def run(*values: Any) -> Any:
-            given = iter(values)
-            return interpreter.run(*(node if node in passed else next(given) for node in inputs))
-
-        return make_fx(how(run, mode), decomposition_table=_OPENED)(*traced), opaque
-
     with _tracing(examples), fx_traceback.preserve_node_meta(), torch.no_grad():
         try:
-            lowered, opaque = trace(_as_it_stands)
+            lowered, opaque = _traced(gm, passed, grad_enabled, _as_it_stands)
             if writes(lowered):  # a part of an op that is decomposed
                 raise _NotFunctionalError
         except _NotFunctionalError:
-            lowered, opaque = trace(_functional)
+            lowered, opaque = _traced(gm, passed, grad_enabled, _functional)
     _add_inputs(lowered, inputs, passed)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
@@ -167,6 +154,22 @@ def lower(
     _equate_gathers(lowered.graph)
     lowered.recompile()
     return lowered
+
+
+def _traced(
+    gm: fx.GraphModule, passed: set[fx.Node], grad_enabled: bool, how: Callable[..., Any]
+) -> tuple[fx.GraphModule, OpaqueCalls]:
+    """The ops that a Dynamo graph comes down to, without its inputs that are only ``passed``."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    opaque, mode = OpaqueCalls(gm), Functional(differentiated=grad_enabled)
+    interpreter = _Lowering(gm, opaque, mode)
+
+    def run(*values: Any) -> Any:
+        given = iter(values)
+        return interpreter.run(*(node if node in passed else next(given) for node in inputs))
+
+    examples = [example_of(node) for node in inputs if node not in passed]
+    return make_fx(how(run, mode), decomposition_table=_OPENED)(*examples), opaque
 
 
 def _refuse_nested(gm: fx.GraphModule) -> None:

@@ -236,8 +236,8 @@ class _Layer:
 
 
 def only_again(module: nn.Module) -> int | None:
-    """The token of a layer whose call is ``again`` of its arguments and nothing else, unless it
-    fills a cache."""
+    """The token of a layer whose call is ``again`` of its arguments and nothing else, unless one of
+    these is a cache (``kind_of_cache``)."""
     forward = module.__dict__.get("forward")
     layer = None if forward is None else _BY_FORWARD.get(forward)
     if layer is None or layer.first is layer or any(getattr(module, name) for name in _HOOKS):
