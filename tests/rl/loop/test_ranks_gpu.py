@@ -20,7 +20,7 @@ pytestmark = [
 
 def lines_of(folder, ranks, *overrides):
     """``metrics.jsonl`` of a run in float64."""
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     words = ["-m", "fxrl", "train", "run.toml", f"run_dir=of-{ranks}", "model.device=cuda"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HURT": ""}
     command = [sys.executable, *start, *words, *overrides]
