@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import sys
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = "one job" if args.what == "strong" else "on each rank"
     notes = [
         f"{args.layers or 'all'} layers of {args.shape}'s shape, LoRA r=32, random weights, GRPO, "
-        f"AdamW; {shared}: {args.rows} sequences of {args.length} tokens",
+        f"AdamW; {shared}: {args.rows} sequences of {args.length} tokens, "
+        f"{args.micro_rows} a backward",
         "exposed_ms: how long the slowest rank waited for gradients behind its backward, last step",
         "efficiency: the first row's time over this one's, times what should be gained",
     ]
@@ -85,6 +87,9 @@ def _work(args: argparse.Namespace) -> int:
     """One rank; the first one prints what all have measured."""
     gpu = args.device == "cuda"
     with joined() as ranks:
+        if ranks.primary:
+            logging.basicConfig(format="%(relativeCreated)d ms  %(message)s")
+            logging.getLogger("fxrl").setLevel(logging.INFO)
         device = f"cuda:{torch.cuda.current_device()}" if gpu else "cpu"
         sharing = ranks.size if args.what == "strong" else 1
         model = qwen.make_model(args.shape, device, layers=args.layers, checkpointing=False)
@@ -97,8 +102,12 @@ def _work(args: argparse.Namespace) -> int:
 
         def update() -> None:
             batch = qwen.drawn_batch(model, args.rows, args.length, draw)
+            parts = zip(*(value.split(args.micro_rows) for value in batch.values()), strict=True)
+            *earlier, last = (dict(zip(batch, part, strict=True)) for part in parts)
+            for part in earlier:
+                qwen.backward_fn(step, part)()
             with gradients.early():
-                qwen.backward_fn(step, batch)()
+                qwen.backward_fn(step, last)()
             if sharing == 1:  # ranks that share a sequence have whole gradients already
                 gradients.finish()
             optimizer.step()
@@ -109,6 +118,8 @@ def _work(args: argparse.Namespace) -> int:
             ranks.exposed_s = 0.0
             ranks.meet()
             seconds.append(max(ranks.gather(common.wall_s(update, args.device))))
+            if ranks.primary:
+                print(f"step of {ranks.size} ranks: {seconds[-1]:.2f} s", file=sys.stderr)
         peaks = ranks.gather(torch.cuda.max_memory_allocated() if gpu else 0)
         planned = ranks.gather(step.plan.peak_gpu_bytes or 0)
         exposed = max(ranks.gather(ranks.exposed_s))
@@ -160,6 +171,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-1.7b", choices=sorted(qwen.SHAPES))
     parser.add_argument("--layers", type=common.positive)
     parser.add_argument("--rows", type=common.positive, default=32)
+    parser.add_argument(
+        "--micro-rows", type=common.positive, default=8, help="rows of a backward (weak, strong)"
+    )
     parser.add_argument("--length", type=common.positive, default=2048, metavar="TOKENS")
     parser.add_argument("--repeats", type=common.positive, default=5)
     parser.add_argument("--work", default="/tmp/fxrl-rl-step", help="folder for model and runs")
