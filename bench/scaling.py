@@ -148,7 +148,7 @@ def _train(args: argparse.Namespace) -> int:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     run_dir = Path(args.work) / f"of-{size}"
     prompts = args.rows * size // rl_job.GENERATIONS
-    changes = [f"run_dir={run_dir}", f"prompts_per_step={prompts}"]
+    changes = [f"run_dir={run_dir}", f"prompts_per_step={prompts}", *args.override]
     if code := train(str(Path(args.work) / "fxrl.toml"), changes, overwrite=True):
         return code
     if os.environ.get("RANK", "0") == "0":
@@ -176,6 +176,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--length", type=common.positive, default=2048, metavar="TOKENS")
     parser.add_argument("--repeats", type=common.positive, default=5)
+    parser.add_argument(
+        "--override", action="append", default=[], metavar="KEY=VALUE", help="of fxrl train's file"
+    )
     parser.add_argument("--work", default="/tmp/fxrl-rl-step", help="folder for model and runs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
