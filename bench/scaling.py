@@ -79,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(ranks: int, argv: Sequence[str] | None) -> list[str]:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "bench.scaling"]
-    return [sys.executable, *launch, *(sys.argv[1:] if argv is None else argv), "--worker"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    words = sys.argv[1:] if argv is None else argv
+    return [sys.executable, *launch, "-m", "bench.scaling", *words, "--worker"]
 
 
 def _work(args: argparse.Namespace) -> int:
