@@ -6,6 +6,13 @@ NOTE [vLLM's environment variables]
 ``VLLM_NO_USAGE_STATS`` (nothing is sent anywhere), ``VLLM_LOGGING_LEVEL`` and, where FlashInfer is
 not installed, ``VLLM_USE_FLASHINFER_SAMPLER=0`` are set unless they are set already.
 
+NOTE [Under torchrun]
+torchrun tells its processes by ``TORCHELASTIC_USE_AGENT_STORE`` that it serves their rendezvous
+itself. torch then takes every ``tcp://`` address for one that somebody else serves, also that by
+which vLLM's engine in this process meets its own worker, and waits for it for half an hour. A rank
+alone has no process group that vLLM would take instead, so while an engine is built torch reads
+that nobody serves.
+
 NOTE [Expandable segments]
 ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` suits the trainer and may stay on: with the
 tagged pools that standby needs, vLLM switches it off around its own pools and back on afterwards.
@@ -27,7 +34,8 @@ import importlib.util
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +99,8 @@ def build_llm(
     )
     alone, before = not symbols.tags(), id(newest_worker())
     try:
-        return symbols.module.LLM(**arguments)
+        with _own_rendezvous():
+            return symbols.module.LLM(**arguments)
     except Exception as error:  # vLLM raises all kinds; all mean the same here
         holders = ledger.holders()
         _release(error, newest_worker if alone else lambda: None, before)
@@ -101,6 +110,18 @@ def build_llm(
             f"vLLM could not load {str(path)!r} ({type(error).__name__}: {error}); "
             f"memory: {holders}"
         ) from error
+
+
+@contextmanager
+def _own_rendezvous() -> Iterator[None]:
+    """See NOTE [Under torchrun]."""
+    name = "TORCHELASTIC_USE_AGENT_STORE"
+    before = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
 
 
 def _release(error: BaseException, newest_worker: Callable[[], Any], before: int) -> None:

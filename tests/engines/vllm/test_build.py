@@ -2,11 +2,15 @@
 
 import dataclasses
 import gc
+import os
+import socket
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.ledger import CpuProbe, MemoryLedger
@@ -19,6 +23,21 @@ from tests.engines.vllm.test_options import KNOWN
 
 class NoRoomError(EngineError):
     """One of fxrl's own, raised by a worker inside vLLM."""
+
+
+def built(tmp_path, llm, others=False, newest_worker=lambda: None):
+    """What ``build_llm`` makes where ``llm`` stands for ``vllm.LLM``, beside another engine's
+    weights if ``others``."""
+    fields = SimpleNamespace(__dataclass_fields__=dict.fromkeys(KNOWN))
+    module = SimpleNamespace(EngineArgs=fields, LLM=llm)
+    unused = dict.fromkeys(field.name for field in dataclasses.fields(VllmSymbols))
+    one = SimpleNamespace(tag="weights", handle=(0, 100), is_asleep=False)
+    pools = SimpleNamespace(pointer_to_data={1: one} if others else {})
+    given = {"module": module, "device": "cpu", "allocator": lambda: pools}
+    symbols = VllmSymbols(**unused | given)
+    ledger = MemoryLedger(CpuProbe(dict))
+    options = VllmOptions(max_num_seqs=2)
+    return build_llm(symbols, options, tmp_path, 7, ledger, "worker", newest_worker)
 
 
 def failing(tmp_path, error, others=False, fails_again=False, early=False):
@@ -54,19 +73,8 @@ def failing(tmp_path, error, others=False, fails_again=False, early=False):
         worker.start()
 
     made = [Worker()] if early else [None]
-    fields = SimpleNamespace(__dataclass_fields__=dict.fromkeys(KNOWN))
-    module = SimpleNamespace(EngineArgs=fields, LLM=llm)
-    unused = dict.fromkeys(field.name for field in dataclasses.fields(VllmSymbols))
-    one = SimpleNamespace(tag="weights", handle=(0, 100), is_asleep=False)
-    pools = SimpleNamespace(pointer_to_data={1: one} if others else {})
-    given = {"module": module, "device": "cpu", "allocator": lambda: pools}
-    symbols = VllmSymbols(**unused | given)
-    ledger = MemoryLedger(CpuProbe(dict))
-
     try:
-        build_llm(
-            symbols, VllmOptions(max_num_seqs=2), tmp_path, 7, ledger, "worker", lambda: made[-1]
-        )
+        built(tmp_path, llm, others, lambda: made[-1])
     except EngineError as raised:
         return raised, loaded[0], ended
     raise AssertionError("it was built")
@@ -120,3 +128,18 @@ def test_the_processs_graph_pool_is_forgotten():
     assert Platform._global_graph_pool is None
     forget_graph_pool(SimpleNamespace)  # a version without one
     assert not hasattr(SimpleNamespace, "_global_graph_pool")
+
+
+def test_the_only_process_of_torchrun_meets_its_own_worker(tmp_path, monkeypatch):
+    """torchrun's environment says that it serves every rendezvous; nobody serves vLLM's."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def llm(**_):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        where = f"tcp://127.0.0.1:{port}"
+        return next(iter(dist.rendezvous(where, 0, 1, timeout=timedelta(seconds=2))))
+
+    store, *_ = built(tmp_path, llm)
+    store.set("met", "yes")
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
