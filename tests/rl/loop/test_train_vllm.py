@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from fxrl.rl.train import main
 from tests.rl.metrics import numbers
@@ -60,6 +61,41 @@ def test_a_run_and_its_continuation(config_file, capsys):
         line["loss"] for line in numbers("whole")
     ]
     assert numbers("parts")[1]["reward"] == second["reward"]
+    newest = Path("whole/checkpoints/step-00000002")
+    serves("whole/model", newest)
+
+
+def serves(base, adapter):
+    """vLLM itself takes a checkpoint for an adapter, and has PEFT's log-probs under it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    ids = [5, 17, 301, 42, 7, 260]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        before = plain(torch.tensor([ids])).logits.log_softmax(-1)
+        model = PeftModel.from_pretrained(plain, adapter)
+        after = model(torch.tensor([ids])).logits.log_softmax(-1)
+    llm = LLM(
+        str(base),
+        dtype="float32",
+        enable_lora=True,
+        max_lora_rank=8,
+        enforce_eager=True,
+        max_model_len=32,
+        kv_cache_memory_bytes=2**26,
+        skip_tokenizer_init=True,
+    )
+    request = LoRARequest("checkpoint", 1, str(adapter.resolve()))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (given,) = llm.generate({"prompt_token_ids": ids}, params, lora_request=request, use_tqdm=False)
+    moved = 0.0
+    for place, (token, told) in enumerate(zip(ids[1:], given.prompt_logprobs[1:], strict=True)):
+        assert told[token].logprob == pytest.approx(float(after[0, place, token]), abs=1e-4)
+        moved += abs(float(after[0, place, token] - before[0, place, token]))
+    assert moved > 1e-2, "an adapter that changes nothing would show nothing"
 
 
 @pytest.mark.parametrize("adapter", ["model.lora.r=4", "model.lora=none"])
