@@ -6,7 +6,6 @@ All were seen in torch 2.11, 2.13 and 2.15. To read another version's sources: `
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 # ruff: noqa: E501, I001  # a name and its purpose stand on one line
-# fmt: off
 from __future__ import annotations
 
 import gc
@@ -18,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+# fmt: off
 import torch
 import torch._dynamo
 from torch._dynamo import pgo  # which values varied, to be symbols
@@ -60,6 +60,8 @@ from_functional: Callable[[Any], torch.Tensor] = torch._from_functional_tensor
 
 # Hooks on every module there is, which Dynamo traces and does not guard.
 _GLOBAL_HOOKS = [hooks for name, hooks in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
+
+# fmt: on
 
 
 def fake_like(fake: FakeTensor) -> FakeTensor:
@@ -132,7 +134,10 @@ def equate(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
 
 def guarded_names() -> set[str]:
     """Last names of all that the trace at hand has read and compiled in: ``layer_idx``."""
-    names = (str(guard.name() if callable(guard.name) else guard.name) for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards)
+    names = (
+        str(guard.name() if callable(guard.name) else guard.name)
+        for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards
+    )
     return {re.split(r"[.\[]", name)[-1].strip("'\"]") for name in names}
 
 
@@ -153,11 +158,17 @@ def written_by_trace(among: Iterable[int] | None = None) -> dict[int, Any]:
 
 def _written(attributes: dict[str, Any], held: Any) -> Any:
     constant = attributes and all(value.is_python_constant() for value in attributes.values())
-    return {name: value.as_python_constant() for name, value in attributes.items()} if constant else id(held)
+    return (
+        {name: value.as_python_constant() for name, value in attributes.items()}
+        if constant
+        else id(held)
+    )
 
 
 # Dynamo says of every cached function that it traces through; whose it is nobody can change here.
-_CACHED_BY_LIBRARIES = r'(?s)Dynamo detected a call to a .functools.lru_cache.*File "[^"]*(site|dist)-packages'
+_CACHED_BY_LIBRARIES = (
+    r'(?s)Dynamo detected a call to a .functools.lru_cache.*File "[^"]*(site|dist)-packages'
+)
 # Said of a builtin that ends a graph, which is told as a remark, with its line.
 _UNTRACED_BUILTIN = r"(?s)Dynamo does not know how to trace the builtin"
 

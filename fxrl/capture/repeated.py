@@ -8,13 +8,11 @@
     %x1 = ends(0, %b, %h)
     %x2 = again(1, %x1, %mask)
 
-    %x1 = @layer(%x, %mask, %w0, ...)       what ``share_bodies`` makes of it: a call of one body
-    %x2 = @layer(%x1, %mask, %w1, ...)      for each layer
-
-So neither tracing nor lowering grows with depth. A layer is told equal before the trace by all that
-its modules hold (``_Layout``), watched at every call of the step, and held to the traced layer
-afterwards: equal arguments, nothing written by traced code, no value that leaves the layer in
-another way than as its result. Whatever fails, the step captures every layer as it is written.
+``fxrl.capture.shared_bodies`` makes one body of it that each layer calls, so that neither tracing
+nor lowering grows with depth. A layer is told equal before the trace by all that its modules hold
+(``_Layout``), watched at every call of the step, and held to the traced layer afterwards: equal
+arguments, nothing written by traced code, no value that leaves the layer in another way than as its
+result. Whatever fails, the step captures every layer as it is written.
 
 NOTE [Why not torch.compiler.nested_compile_region]: torch 2.11 traces each layer again inside of
 it, 2.13 checks guards for each (0.2 s a layer with LoRA); both take tensors for arguments, and a
@@ -30,41 +28,20 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.analysis.layers import type_of
-from fxrl.capture._torch import (
-    fake_like,
-    guarded_names,
-    in_graph,
-    uncollected,
-    written_by_trace,
-)
+from fxrl.capture._torch import in_graph, uncollected, written_by_trace
 from fxrl.capture.opaque import autocasts
-from fxrl.ir.graph import (
-    CALL_LAYER,
-    as_node,
-    body_of,
-    clone,
-    graph_module,
-    inline,
-    last_input,
-    memory_like,
-    modules_of,
-    set_body,
-)
+from fxrl.ir.graph import memory_like
 from fxrl.ir.remark import Refusal
-from fxrl.ir.site import module_path, rename_site
 
 _PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.device)
-_SDPA = nn.functional.scaled_dot_product_attention
 _DIGITS = re.compile(r"\d+")
 _COUNTED = re.compile(r"(\w*?)\d+")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -167,19 +144,19 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
 
 
 # ---------------------------------------------------------------------------- what is traced
-class _Layer:
+class Layer:
     """One layer of a group, and what its ``forward`` is while it is traced."""
 
     def __init__(self, module: nn.Module, path: str, index: int, layout: _Layout) -> None:
         self.module, self.path, self.index, self.layout = module, path, index, layout
-        self.first: _Layer = self
+        self.first: Layer = self
         self.result: Any = None  # of the first layer's last call, while tracing
         self.modes: Any = None
         self.written: dict[int, Any] = {}
         self.token = next(_TOKENS)
         _LAYERS[self.token] = self
 
-    def is_as(self, its: _Layer) -> bool:
+    def is_as(self, its: Layer) -> bool:
         """Whether this layer, looked at again, is what it was."""
         mine, now = self.layout, its.layout
         return (
@@ -246,9 +223,14 @@ def only_again(module: nn.Module) -> int | None:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_BY_FORWARD: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
+_BY_FORWARD: WeakKeyDictionary[Any, Layer] = WeakKeyDictionary()
 _TOKENS = itertools.count()
-_LAYERS: WeakValueDictionary[int, _Layer] = WeakValueDictionary()
+_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+
+
+def layer_of(token: int) -> Layer:
+    """The layer whose marks have this token."""
+    return _LAYERS[token]
 
 
 class _EmptyCache:
@@ -384,7 +366,7 @@ class RepeatedLayers:
 
     def _look(self) -> _State:
         """The state that the model is in: one that is known by other objects, or a new one."""
-        found: list[_Layer] = []
+        found: list[Layer] = []
         inside: set[nn.Module] = set()
         for name, module in self._model.named_modules():
             if module not in inside:
@@ -402,7 +384,7 @@ class RepeatedLayers:
 class _State:
     """The groups of equal layers while the model is in one state."""
 
-    def __init__(self, generation: int, layers: list[_Layer]) -> None:
+    def __init__(self, generation: int, layers: list[Layer]) -> None:
         self.generation, self.layers = generation, layers
         self.forwards = [layer.traced() for layer in layers]
 
@@ -410,13 +392,13 @@ class _State:
         """Whether the model is in it."""
         return all(layer.layout.holds() for layer in self.layers)
 
-    def takes_over(self, found: list[_Layer]) -> bool:
+    def takes_over(self, found: list[Layer]) -> bool:
         """Whether layers that were looked at anew are in this state, which then watches them.
 
         They hold other objects than before, such as the list of names that ``set_adapter`` of PEFT
         leaves. Ids among their facts are of living objects: what is watched is held.
         """
-        if len(found) != len(self.layers) or not all(map(_Layer.is_as, self.layers, found)):
+        if len(found) != len(self.layers) or not all(map(Layer.is_as, self.layers, found)):
             return False
         for layer, its in zip(self.layers, found, strict=True):
             layer.layout = its.layout
@@ -432,14 +414,14 @@ def _counted(module: nn.Module) -> list[dict[str, nn.Module]]:
     return list(by_stem.values())
 
 
-def _groups(name: str, members: dict[str, nn.Module]) -> list[_Layer]:
+def _groups(name: str, members: dict[str, nn.Module]) -> list[Layer]:
     """The layers of one list that have an equal one; each knows the first of its kind."""
     layers = [
-        _Layer(module, f"{name}.{number}".lstrip("."), index, _Layout(module))
+        Layer(module, f"{name}.{number}".lstrip("."), index, _Layout(module))
         for index, (number, module) in enumerate(members.items())
         if module._modules
     ]
-    firsts: list[_Layer] = []
+    firsts: list[Layer] = []
     for layer in layers:
         for first in firsts:
             if first.layout.equals(layer.layout, layer.index - first.index):
@@ -449,255 +431,3 @@ def _groups(name: str, members: dict[str, nn.Module]) -> list[_Layer]:
             firsts.append(layer)
     met = {id(layer.first) for layer in layers if layer.first is not layer}
     return [layer for layer in layers if layer.first is not layer or id(layer) in met]
-
-
-# ---------------------------------------------------------------------------- what becomes of it
-@dataclass(slots=True)
-class _Frame:
-    """One graph of a captured step: the outer one, or the body of a call with a graph."""
-
-    gm: fx.GraphModule
-    outer: _Frame | None = None
-    call: fx.Node | None = None  # in the outer frame, the call that runs it
-    _brought: dict[fx.Node, fx.Node] = field(default_factory=dict)
-
-    def outermost(self, node: fx.Node) -> fx.Node:
-        """The value of the outermost graph that an input of this one is."""
-        if self.outer is None or self.call is None or node.op != "placeholder":
-            return node
-        inputs = self.gm.graph.find_nodes(op="placeholder")
-        return self.outer.outermost(as_node(self.call.args[1 + inputs.index(node)]))
-
-    def bring(self, node: fx.Node) -> fx.Node:
-        """A value of the outermost graph, as an input of this one."""
-        if self.outer is None or self.call is None:
-            return node
-        if node not in self._brought:
-            given = self.outer.bring(node)
-            inputs = self.gm.graph.find_nodes(op="placeholder")
-            known: dict[Any, fx.Node] = dict(zip(self.call.args[1:], inputs, strict=True))
-            if given not in known:
-                known[given] = _new_input(self.gm.graph, _input_name(given), _example(given))
-                self.call.args = (*self.call.args, given)
-            self._brought[node] = known[given]
-        return self._brought[node]
-
-
-@dataclass(slots=True)
-class _Body:
-    """The graph of a first layer, and what its inputs are."""
-
-    gm: fx.GraphModule
-    arguments: Any  # what the layer was given, of graph values
-    inputs: list[fx.Node]  # the values that it reads, in the order of its inputs
-    frame: _Frame  # the graph that they are of
-    result: Any  # the layer's result, of graph values
-
-
-def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
-    """Equal layers of a Dynamo graph as calls of one body.
-
-    Returns:
-        The graph, and the tensors of layers that were not traced: its last inputs.
-
-    Raises:
-        Refusal: a layer is not what the first of its kind is; the graph is of no use then.
-    """
-    if not _is_marked(gm):
-        return gm, ()
-    gm = clone(gm)  # Dynamo still needs its own
-    sharing = _Sharing(gm)
-    sharing.walk(_Frame(gm))
-    if _is_marked(gm):
-        raise Refusal("a layer is called inside a graph that its call does not run as it stands")
-    for module in modules_of(gm):
-        module.graph.lint()  # what runs it makes code of it; it is lowered as it stands
-    return gm, tuple(sharing.lifted)
-
-
-def _is_marked(gm: fx.GraphModule) -> bool:
-    """Whether there are marks of layers in any graph, whatever runs it."""
-    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
-    return any(node.target in (ends, again) for graph in graphs for node in graph.nodes)
-
-
-class _Sharing:
-    """One run of ``share_bodies``."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self._graph = gm.graph
-        self._bodies: dict[int, _Body] = {}  # the last one of each first layer
-        self._inputs: dict[int, fx.Node] = {}  # by the id of the tensor
-        for node in gm.graph.find_nodes(op="placeholder"):
-            example = getattr(node.meta.get("grapharg"), "example", None)
-            if isinstance(example, Tensor):
-                self._inputs[id(example)] = node
-        self._read = guarded_names()
-        self.lifted: list[Tensor] = []
-
-    def walk(self, frame: _Frame) -> None:
-        """Every layer's call, in the order of the program."""
-        begun: dict[int, fx.Node] = {}
-        for node in list(frame.gm.graph.nodes):
-            if node.target is begins:
-                begun[node.args[0]] = node
-            elif node.target is ends:
-                self._share_first(frame, begun[node.args[0]], node)
-            elif node.target is again:
-                self._share_again(frame, node)
-            elif (body := body_of(frame.gm, node)) is not None:
-                self.walk(_Frame(body, frame, node))
-
-    def _share_first(self, frame: _Frame, begin: fx.Node, end: fx.Node) -> None:
-        token: Any = end.args[0]
-        graph = frame.gm.graph
-        order = list(graph.nodes)
-        inside = order[order.index(begin) + 1 : order.index(end)]
-        results = [leaf for leaf in pytree.tree_leaves(end.args[2]) if isinstance(leaf, fx.Node)]
-        _check_closed(_LAYERS[token].path, inside, end)
-        body, inputs = _cut(frame.gm, inside, results)
-        body.meta["layer_path"] = module_path(end)
-        self._bodies[token] = _Body(body, begin.args[1:], inputs, frame, end.args[2])
-        _call(frame, end, self._bodies[token], inputs)
-        for node in (*reversed(inside), begin):
-            graph.erase_node(node)
-
-    def _share_again(self, frame: _Frame, node: fx.Node) -> None:
-        token: Any = node.args[0]
-        layer = _LAYERS[token]
-        body = self._bodies[layer.first.token]
-        for name in layer.first.layout.counters(layer.layout):
-            if name in self._read:
-                raise Refusal(f"{layer.first.path} reads its {name}; {layer.path} has another")
-        given = _matched(layer, body.arguments, node.args[1:])
-        inputs = [self._equal(layer, one, body.frame, frame, given) for one in body.inputs]
-        _call(frame, node, body, inputs)
-
-    def _equal(
-        self,
-        layer: _Layer,
-        node: fx.Node,
-        theirs: _Frame,
-        ours: _Frame,
-        given: dict[fx.Node, fx.Node],
-    ) -> fx.Node:
-        """What ``layer`` reads where the first one reads ``node``."""
-        if node in given:
-            return given[node]
-        outer = theirs.outermost(node)
-        example = getattr(outer.meta.get("grapharg"), "example", None)
-        if (place := layer.first.place_of(example)) is not None:
-            return ours.bring(self._input(layer, place, outer))
-        if outer.op != "placeholder" and not isinstance(_example(outer), torch.SymInt):
-            raise Refusal(f"{layer.first.path} reads %{outer}, which is no argument of it")
-        return ours.bring(outer)
-
-    def _input(self, layer: _Layer, place: int, like: fx.Node) -> fx.Node:
-        """An input of the outermost graph for a tensor of a layer that was not traced."""
-        tensor = layer.layout.tensors[place]
-        if id(tensor) not in self._inputs:
-            made = fake_like(_example(like))
-            name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{layer.first.names[place]}_")
-            node = _new_input(self._graph, name, made.requires_grad_(tensor.requires_grad))
-            self._inputs[id(tensor)] = node
-            self.lifted.append(tensor)
-        return self._inputs[id(tensor)]
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _input_name(node: fx.Node) -> str:
-    """What a body calls its input ``node``; no name of a value that it computes."""
-    return node.name if node.op == "placeholder" else f"given_{node.name}"
-
-
-def _new_input(graph: fx.Graph, name: str, example: Any) -> fx.Node:
-    with graph.inserting_after(last_input(graph)):
-        node = graph.placeholder(name)
-    node.meta["example_value"] = example
-    return node
-
-
-def _check_closed(path: str, inside: list[fx.Node], end: fx.Node) -> None:
-    known = {*inside, end}
-    for node in inside:
-        for user in node.users:
-            if user not in known:
-                raise Refusal(f"%{node} leaves {path} otherwise than as its result", at=node)
-
-
-def _cut(
-    gm: fx.GraphModule, inside: list[fx.Node], results: list[fx.Node]
-) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """These nodes as a graph of their own, and the values that it reads."""
-    known = set(inside)
-    read = [arg for node in inside for arg in node.all_input_nodes] + results
-    inputs = [n for n in dict.fromkeys(read) if n not in known and n.op != "get_attr"]
-    graph = fx.Graph()
-    places: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        places[node] = graph.placeholder(_input_name(node))
-        places[node].meta["example_value"] = _example(node)
-    constants = [n for n in dict.fromkeys(read) if n not in known and n.op == "get_attr"]
-    for node in (*constants, *inside):
-        places[node] = graph.node_copy(node, places.__getitem__)
-    graph.output(tuple(places[node] for node in results))
-    return graph_module(gm, graph, "Layer"), inputs
-
-
-def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> None:
-    """Call ``body`` in the place of ``old``, which has the layer's result."""
-    gm = frame.gm
-    results = itertools.count()
-    with gm.graph.inserting_before(old):
-        call = gm.graph.call_function(CALL_LAYER, (None, *inputs))
-        set_body(gm, call, body.gm)
-        call.meta = {k: v for k, v in old.meta.items() if k != "example_value"}
-
-        def item(part: Any, example: Any) -> Any:
-            if not isinstance(part, fx.Node):
-                return part
-            node = gm.graph.call_function(operator.getitem, (call, next(results)))
-            node.meta = {**call.meta, "example_value": example}
-            return node
-
-        made = pytree.tree_map(item, body.result, _example(old))
-    call.meta["example_value"] = tuple(
-        _example(leaf) for leaf in pytree.tree_leaves(made) if isinstance(leaf, fx.Node)
-    )
-    _stand_for(old, made)
-    if not any(n.target is _SDPA for m in modules_of(body.gm) for n in m.graph.nodes):
-        for node in inline(call, body.gm):  # it may hold what passes look for, such as a head
-            rename_site(node, str(body.gm.meta["layer_path"]), module_path(call))
-
-
-def _stand_for(old: fx.Node, value: Any) -> None:
-    """Let ``value``, of graph values, stand wherever ``old`` or a part of it stood."""
-    if isinstance(value, fx.Node):
-        old.replace_all_uses_with(value)
-    else:
-        for user in list(old.users):
-            if user.target is not operator.getitem:
-                raise Refusal(f"%{user} takes the result of a layer as a whole", at=user)
-            _stand_for(user, value[user.args[1]])
-    old.graph.erase_node(old)
-
-
-def _matched(layer: _Layer, theirs: Any, ours: Any) -> dict[fx.Node, fx.Node]:
-    """The first layer's arguments -> this one's, which must be of the same kinds."""
-    (mine, spec), (its, its_spec) = pytree.tree_flatten(theirs), pytree.tree_flatten(ours)
-    why = f"{layer.path} is called otherwise than {layer.first.path}"
-    if spec != its_spec:
-        raise Refusal(why)
-    found: dict[fx.Node, fx.Node] = {}
-    for one, other in zip(mine, its, strict=True):
-        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-            if isinstance(one, fx.Node) or isinstance(other, fx.Node) or one != other:
-                raise Refusal(why)
-        else:
-            alike = type_of(_example(one)) == type_of(_example(other))
-            if not alike or found.setdefault(one, other) is not other:
-                raise Refusal(why)
-    return found

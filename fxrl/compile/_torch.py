@@ -6,7 +6,6 @@ Inductor does so when it is called: that takes a second, and a step on a CPU may
 
 # mypy: disable-error-code="attr-defined, no-untyped-call, union-attr"
 # ruff: noqa: E501, I001  # a name and its purpose stand on one line
-# fmt: off
 from __future__ import annotations
 
 import copy
@@ -16,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
+
+# fmt: off
 import torch
 import torch._functorch.config
 from torch import Tensor, fx
@@ -32,6 +33,8 @@ from fxrl.ir.graph import Size
 functorch_config: Any = torch._functorch.config  # .patch: how min-cut weighs, for the time of a call
 without_autocast: Any = torch._C._DisableAutocast  # a context: a lowered graph already holds its casts
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward at hand
+
+# fmt: on
 
 
 def donate_nothing() -> None:
@@ -84,7 +87,9 @@ def _given(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[list[Any]]:
         yield [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
 
 
-def inductor_compile(gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[str, Any]) -> Callable[..., Sequence[Tensor]]:
+def inductor_compile(
+    gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[str, Any]
+) -> Callable[..., Sequence[Tensor]]:
     """A graph traced in ``mode``, compiled with these options and no others, by way of AOTAutograd,
     which decomposes it.
 
@@ -95,11 +100,18 @@ def inductor_compile(gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[
     from torch._inductor import standalone_compile
 
     with _given(gm, mode) as values:
-        compiled: Callable[..., Sequence[Tensor]] = standalone_compile(gm, values, dynamic_shapes="from_tracing_context", options={"config_patches": dict(options)})
+        compiled: Callable[..., Sequence[Tensor]] = standalone_compile(
+            gm,
+            values,
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": dict(options)},
+        )
     return compiled
 
 
-def inductor_lower(gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[str, Any]) -> Callable[..., Sequence[Tensor]]:
+def inductor_lower(
+    gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[str, Any]
+) -> Callable[..., Sequence[Tensor]]:
     """The same for a functional graph of Inductor's own ops, which is lowered as it is.
 
     AOTAutograd would trace it again, to find what it was traced to be. That took a third of the CPU
@@ -111,9 +123,16 @@ def inductor_lower(gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[st
     gm = copy.deepcopy(gm)  # Inductor changes it
     output = gm.graph.output_node()
     results: Any = output.args[0]  # whose strides are told, and so must stay
-    output.meta["user_visible_output_idxs"] = [i for i, result in enumerate(results) if isinstance(result, fx.Node)]
+    output.meta["user_visible_output_idxs"] = [
+        i for i, result in enumerate(results) if isinstance(result, fx.Node)
+    ]
     first: dict[str, Any] = {"post_grad_custom_pre_pass": _JointPasses()}
-    with _given(gm, mode) as values, V.set_fake_mode(mode), config.patch(first | dict(options)), _as_traced(gm, mode):
+    with (
+        _given(gm, mode) as values,
+        V.set_fake_mode(mode),
+        config.patch(first | dict(options)),
+        _as_traced(gm, mode),
+    ):
         compiled: Any = compile_fx.compile_fx_inner(gm, values, is_inference=True)
     return lambda *args: compiled(list(args))
 
@@ -128,7 +147,9 @@ def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]:
     run = module.fake_tensor_prop
 
     def known(given: fx.GraphModule, *args: Any) -> FakeTensorMode:
-        told = given is gm and all("val" in node.meta for node in gm.graph.nodes if node.op != "output")
+        told = given is gm and all(
+            "val" in node.meta for node in gm.graph.nodes if node.op != "output"
+        )
         return mode if told else run(given, *args)
 
     module.fake_tensor_prop = known

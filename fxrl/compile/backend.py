@@ -27,7 +27,7 @@ from fxrl.capture.branches import (
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.lower import lower
-from fxrl.capture.repeated import share_bodies
+from fxrl.capture.shared_bodies import share_bodies
 from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region

@@ -3,7 +3,7 @@ read as stored, or quantised here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -45,7 +45,6 @@ from fxrl.ops.dequantized import (
     sizes,
 )
 from fxrl.ops.fp8 import RECIPES, Recipe
-from fxrl.ops.sharded import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,18 +402,13 @@ def load_quantized(
         ModelError: the checkpoint is quantised otherwise, or something of it is not read.
     """
     model: Any = build_skeleton(folder, dtype)
-    held = stored_format(quantization_of(model.config))
-    how = settled(folder, model.config, format)
-    checkpoint = CheckpointTensors(folder, model)
-    if held is not None:
-        _take_stored(model, checkpoint, held, device)
+    how, checkpoint = settled(folder, model.config, format), CheckpointTensors(folder, model)
     if how is not None:
-        linears = held is None  # those that a checkpoint leaves stay
-        for one in how.chosen(model, trained=True, linears=linears):
-            shape, dtype = one.weight.shape, one.weight.dtype
-            how.put(model, one, checkpoint.get(one.names, shape).to(device, dtype))
-        if linears:
-            note_format(model, how)
+        for one in _to_hold(model, folder, how):
+            shape, own = one.weight.shape, one.weight.dtype
+            values, scale, kept = read_in_bits(checkpoint, one.holders, shape, own, how, device)
+            _put(model, one, (values.to(device), scale.to(device)), how.format, kept)
+        note_format(model, how)
     checkpoint.fill(device)
     return model.to(device).eval()  # type: ignore[no-any-return]
 
@@ -426,9 +420,17 @@ def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) ->
     The names of the tensors in the checkpoint's folder ``place`` say which weights are quantised;
     without one that has safetensors, the model's configuration says it.
     """
+    for one in _to_hold(model, place, how):
+        how.put(model, one, one.weight.detach())
+    note_format(model, how)
+    return model
+
+
+def _to_hold(model: nn.Module, place: Path | None, how: Quantization) -> list[HeldWeight]:
+    """The weights that are to be in 8 or 4 bits; see ``skeleton_in_bits``."""
     config = quantization_of(getattr(model, "config", None)) or {}
     if stored_format(config) is None:
-        return in_bits(model, how)
+        return how.chosen(model, trained=True)
     names = stored_names(place) if place is not None else {}
     head = Quantization.ends(model)["head"]
 
@@ -439,26 +441,28 @@ def skeleton_in_bits(model: nn.Module, place: Path | None, how: Quantization) ->
         return words_stored(config, path, "head" if module is head else kind)
 
     held = [w for w in held_weights(model) if any(stored(*one) for one in w.holders.items())]
-    held += [w for w in how.chosen(model, trained=True, linears=False) if w not in held]
-    for one in held:
-        how.put(model, one, one.weight.detach())
-    return model
+    known = {id(one.weight) for one in held}
+    ends = how.chosen(model, trained=True, linears=False)
+    return [*held, *(one for one in ends if id(one.weight) not in known)]
 
 
 def read_in_bits(
-    checkpoint: CheckpointTensors, holders: dict[str, nn.Module], layout: Layout, how: Quantization
-) -> tuple[Tensor, Tensor]:
-    """Values and scales of a weight, as stored or quantised now, on the CPU; ``holders`` will
-    share it, by path, and ``layout`` says how its rows will be read. Raises as
+    checkpoint: CheckpointTensors,
+    paths: Iterable[str],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    how: Quantization,
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor, Stored]:
+    """Values and scales of a weight [N, K] of the modules at ``paths``: as stored, with what the
+    checkpoint has beside them; else rounded to ``dtype`` and quantised on ``device``. Raises as
     ``load_quantized`` does."""
-    held: Any = next(iter(holders.values()))
-    shape = torch.Size(sizes(held.held, layout.format))
-    for path in holders:
+    for path in paths:
         if is_stored(stored := checkpoint.beside(path)):
-            return _read_stored(checkpoint, path, stored, shape, how.format)
-    names = tuple(f"{path}.weight" for path in holders)
-    weight = checkpoint.get(names, shape).to(layout.dtype)
-    return quantized(weight, how.format, how.recipe)
+            kept = {name: x for name, x in stored.items() if name not in (*WEIGHTS, "bias")}
+            return *_read_stored(checkpoint, path, stored, shape, how.format), kept
+    weight = checkpoint.get([f"{path}.weight" for path in paths], shape).to(device, dtype)
+    return *quantized(weight, how.format, how.recipe), {}
 
 
 def _read_stored(
@@ -498,22 +502,10 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def note_format(model: Any, how: Quantization) -> None:
-    """Writes into a model's configuration what ``save_pretrained`` shall say of its weights."""
-    wide = [path for path, module in model.named_modules() if type(module) is nn.Linear]
-    made = config_of(how.format, how.recipe, wide, embeddings=how.embeddings)
-    model.config.quantization_config = made
-
-
-def _take_stored(
-    model: Any, checkpoint: CheckpointTensors, format: Format, device: torch.device | str
-) -> None:
-    for one in held_weights(model):
-        for path in one.holders:
-            stored = checkpoint.beside(path)
-            stored.pop("bias", None)
-            if not is_stored(stored):
-                continue
-            values, scale = _read_stored(checkpoint, path, stored, one.weight.shape, format)
-            kept = {name: tensor for name, tensor in stored.items() if name not in WEIGHTS}
-            _put(model, one, (values.to(device), scale.to(device)), format, kept)
-            break
+    """Writes into the configuration of a model that is quantised here what ``save_pretrained``
+    shall say of its weights."""
+    config = getattr(model, "config", None)
+    if stored_format(quantization_of(config)) is None:
+        wide = [path for path, module in model.named_modules() if type(module) is nn.Linear]
+        made = config_of(how.format, how.recipe, wide, embeddings=how.embeddings)
+        model.config.quantization_config = made

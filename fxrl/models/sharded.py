@@ -41,6 +41,7 @@ from fxrl.models.quantized import (
     skeleton_in_bits,
 )
 from fxrl.ops.checksum import checksum
+from fxrl.ops.dequantized import sizes
 from fxrl.ops.fp8 import E4M3
 from fxrl.ops.sharded import Layout, Peers, Shards, new_part, sharded_mm, sharded_rows
 
@@ -380,7 +381,9 @@ def load_sharded(
         mine, scale = one.rows_of(peers.rank, peers.size), None
         if one.layout.format:
             assert how is not None
-            values, scale = read_in_bits(checkpoint, one.holders, one.layout, how)
+            shape = torch.Size(sizes([one.weight], how.format))
+            dtype = one.layout.dtype
+            values, scale, _ = read_in_bits(checkpoint, one.holders, shape, dtype, how, "cpu")
             read, scale = values[mine], scale.to(device)
         else:
             read = checkpoint.rows(one.names, one.weight.shape, mine.start, mine.stop)

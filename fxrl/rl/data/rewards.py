@@ -28,6 +28,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -58,34 +59,28 @@ class Background(Generic[T]):
     """
 
     def __init__(self, function: Callable[[], T], name: str) -> None:
-        self._function = function
-        self._value: list[T] = []
-        self._error: BaseException | None = None
+        self._function, self._done = function, Future[T]()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._value.append(self._function())
+            self._done.set_result(self._function())
         # Whatever it is, it belongs to whoever asks for the result.
         except BaseException as error:
-            self._error = error
+            self._done.set_exception(error)
 
     def result(self, seconds: float | None = None) -> T:
         """What the function returned, or raised. Raises ``TimeLimitError`` if it is still running
         after ``seconds``."""
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            assert seconds is not None
+        if seconds is not None and wait([self._done], seconds).not_done:
             raise TimeLimitError(seconds, stack_of(self._thread))
-        if self._error is not None:
-            raise self._error
-        return self._value[0]
+        return self._done.result()
 
     def check(self) -> None:
         """Raises what the function has raised, if it has by now."""
-        if self._error is not None:
-            raise self._error
+        if self._done.done():
+            self._done.result()
 
 
 def stack_of(thread: threading.Thread) -> str:

@@ -96,8 +96,18 @@ class Questions:
             player = RolloutFunction(function, self.builder, engine, ranks)
         elif self.environment is not None:
             player = VerifiersPlayer(self.environment, self.builder, config.rollout)
-        judges = (self.builder, self.rewards, config, tokenizer, stage, ranks, player)
-        return Rollouter(engine, *judges, self.longest, self.columns)
+        return Rollouter(
+            engine,
+            self.builder,
+            self.rewards,
+            config,
+            tokenizer,
+            stage,
+            columns=self.columns,
+            longest=self.longest,
+            player=player,
+            ranks=ranks,
+        )
 
 
 @dataclass(slots=True)

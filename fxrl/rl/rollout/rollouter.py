@@ -39,9 +39,9 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -87,24 +87,19 @@ class _Group(NamedTuple):
     values: Mapping[str, Values] = {}  # by reward, of those with ``per_group``
 
 
+@dataclass
 class Judge:
     """Judges the completions of one generation call."""
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        prompts: Sequence[Prompt],
-        rewards: Sequence[Reward],
-        tokenizer: Any,
-        state: TrainerState,
-        ranks: Ranks | None = None,
-        columns: Sequence[str] = (),
-    ) -> None:
-        self.rows, self.prompts, self.rewards = rows, prompts, rewards
-        # A column that only some rows have is None in the others, whichever rows are drawn.
-        named = (name for row in rows for name in row if name != "prompt")
-        self._columns = tuple(dict.fromkeys((*columns, *named)))
-        self.tokenizer, self.state, self.ranks = tokenizer, state, ranks or Ranks()
+    rows: Sequence[Row]
+    prompts: Sequence[Prompt]
+    rewards: Sequence[Reward]
+    tokenizer: Any
+    state: TrainerState
+    columns: Sequence[str] = ()  # of the data; None in a row that lacks one, whichever are drawn
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def __post_init__(self) -> None:
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._groups: dict[int, _Group] = {}
         self._environments: dict[int, Sequence[Any]] = {}
@@ -179,7 +174,7 @@ class Judge:
         """TRL's arguments for the completions of these prompts, by their numbers."""
         completions, told, texts = _joined(groups)
         each_row = [self.rows[i] for i, group in groups.items() for _ in group.completions]
-        columns = {str(name): [row.get(name) for row in each_row] for name in self._columns}
+        columns = {str(name): [row.get(name) for row in each_row] for name in self.columns}
         further = dict.fromkeys(name for one in told for name in one.columns)
         columns |= {name: [one.columns.get(name) for one in told] for name in further}
         if all(prompt in self._environments for prompt in groups):  # not those of other ranks
@@ -210,33 +205,28 @@ def _said(text: str, told: Told) -> Any:
     return text if isinstance(told.prompt, str) else [{"role": "assistant", "content": text}]
 
 
+@dataclass
 class Rollouter:
     """Generates and judges completions of dataset rows (``Source``)."""
 
-    headline = ("reward", "accuracy")
-    draws = True
+    headline: ClassVar[tuple[str, str]] = ("reward", "accuracy")
+    draws: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        engine: Engine,
-        builder: PromptBuilder,
-        rewards: Sequence[Reward],
-        config: TrainConfig,
-        tokenizer: Any,
-        stage: Stage,
-        ranks: Ranks | None = None,
-        player: Player | None = None,
-        longest: int = 0,
-        columns: Sequence[str] = (),
-    ) -> None:
-        self.engine, self.builder, self.rewards = engine, builder, rewards
-        self.player = player  # plays rollouts of several turns; ``None`` where each is one
-        self.longest, self.rows_each = longest, config.sampling.num_generations
-        self.columns = columns  # of the data, even if no row of a step has them
-        self.config, self.tokenizer, self.stage = config.settled(), tokenizer, stage
-        self.ranks = ranks or Ranks()
+    engine: Engine
+    builder: PromptBuilder
+    rewards: Sequence[Reward]
+    config: TrainConfig  # settled
+    tokenizer: Any
+    stage: Stage
+    columns: Sequence[str] = ()  # of the data, which rewards get
+    longest: int = 0  # tokens of a prompt
+    player: Player | None = None  # plays rollouts of several turns; ``None`` where each is one
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def __post_init__(self) -> None:
+        self.rows_each = self.config.sampling.num_generations
         self._retried: list[str] = []
-        self._critic = config.loss_info().critic is not None
+        self._critic = self.config.loss_info().critic is not None
         self._idle = RewardWatch(by_group=not self._critic)
 
     def params(self, *, n: int, greedy: bool = False, seed: int | None = None) -> SamplingParams:
@@ -259,7 +249,7 @@ class Rollouter:
             doing.enter_context(clock.phase("generate"))
             say = doing.enter_context(self.stage(f"generating: {total} completions"))
             doing.enter_context(told("fxrl.engines.engine", say))
-            judges = (self.rewards, self.tokenizer, state, self.ranks, self.columns)
+            judges = self.rewards, self.tokenizer, state, self.columns, self.ranks
             judge = Judge(rows, prompts, *judges)
             try:
                 if self.player is not None:

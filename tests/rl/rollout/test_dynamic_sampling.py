@@ -66,7 +66,7 @@ def mixed(completions, completion_ids):
 
 
 def rolled(config_file, numbers, *overrides):
-    config = load_config(config_file, ["sampling.num_generations=3", *overrides])
+    config = load_config(config_file, ["sampling.num_generations=3", *overrides]).settled()
     engine, numbers = Engine(), iter(numbers)
     rewards, stage = [Reward("mixed", mixed, 1.0)], Reporter(Console(quiet=True)).stage
     rollouter = Rollouter(engine, Builder(), rewards, config, Tokenizer(), stage)

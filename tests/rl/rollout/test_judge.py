@@ -41,7 +41,8 @@ def judged(early, late, finish=()):
         Reward("late", late, 1.0, per_group=False),
         Reward("early", early, 1.0, per_group=True),
     ]
-    judge = Judge(ROWS, ["a", [{"role": "user", "content": "b"}]], rewards, tiny_tokenizer(), STATE)
+    prompts, columns = ["a", [{"role": "user", "content": "b"}]], ("answer", "level")
+    judge = Judge(ROWS, prompts, rewards, tiny_tokenizer(), STATE, columns)
     for prompt in finish:
         judge.finished(prompt, GROUPS[prompt])
     return judge.verdict(GROUPS)

@@ -132,9 +132,8 @@ def rolled(script, rollout, *, rewards=(right,), n=2, failures=0, rows=ROWS, **t
         config.rollout.rollout_func, questions.builder, policy
     )
     stage = Reporter(Console(quiet=True)).stage
-    rollouter = Rollouter(
-        policy, questions.builder, questions.rewards, config, TOKENIZER, stage, player=player
-    )
+    judges = questions.builder, questions.rewards, config, TOKENIZER, stage, questions.columns
+    rollouter = Rollouter(policy, *judges, player=player)
     clock = Clock(torch.device("cpu"))
     return rollouter.experience(lambda count: rows, lambda: STATE, clock), policy
 
