@@ -389,7 +389,7 @@ class RepeatedLayers:
         for name, module in self._model.named_modules():
             if module not in inside:
                 for members in _counted(module):
-                    group = _groups(name, members)
+                    group = _groups(name, {k: m for k, m in members.items() if m not in inside})
                     inside.update(part for layer in group for part in layer.module.modules())
                     found += group
         for state in self._known:
@@ -434,10 +434,11 @@ def _counted(module: nn.Module) -> list[dict[str, nn.Module]]:
 
 def _groups(name: str, members: dict[str, nn.Module]) -> list[_Layer]:
     """The layers of one list that have an equal one; each knows the first of its kind."""
+    places = list(members.values())
     layers = [
         _Layer(module, f"{name}.{number}".lstrip("."), index, _Layout(module))
         for index, (number, module) in enumerate(members.items())
-        if module._modules
+        if module._modules and places.count(module) == 1  # one at two places is its own equal
     ]
     firsts: list[_Layer] = []
     for layer in layers:
@@ -590,6 +591,10 @@ class _Sharing:
             return ours.bring(self._input(layer, place, outer))
         if outer.op != "placeholder" and not isinstance(_example(outer), torch.SymInt):
             raise Refusal(f"{layer.first.path} reads %{outer}, which is no argument of it")
+        if outer.graph is ours.gm.graph:
+            return outer
+        if outer.graph is not self._graph:
+            raise Refusal(f"{layer.path} runs in another graph than %{outer}, a size that it reads")
         return ours.bring(outer)
 
     def _input(self, layer: _Layer, place: int, like: fx.Node) -> fx.Node:
