@@ -62,20 +62,24 @@ class OpenLossCheckpoints(Normalisation[Site]):
         return Applied("a checkpointed loss is opened: the head's own rewrite takes its place")
 
 
-def _computes_over_classes(graph: fx.Graph) -> bool:
-    """Whether a body has the loss in it. A layer's router computes over classes, too; so where the
-    layers are in the body as well, what they do does not count."""
-    over_classes = [node for node in graph.nodes if is_call(node, *CLASS_OPS)]
-    attention = [node for node in graph.nodes if is_call(node, SDPA)]
-    if attention and all(layer_path(node) is not None for node in attention):
-        return any(layer_path(node) is None for node in over_classes)
-    return bool(over_classes) and not attention
+def _computes_over_classes(body: fx.Graph) -> bool:
+    """Whether a body has the loss in it. A layer's router computes over classes, too."""
+    return any(is_call(node, *CLASS_OPS) for node in _besides_layers(body))
 
 
 def _makes_logits(call: fx.Node, body: fx.GraphModule) -> bool:
-    """Whether the head's product alone is checkpointed, and its result is read outside."""
-    if not any(is_call(n, *PRODUCTS) for n in body.graph.nodes):
-        return False
-    return not any(is_call(n, SDPA) for n in body.graph.nodes) and any(
-        feeds_class_op(result) for result in call.users if is_tensor(result)
-    )
+    """Whether the head's product is checkpointed, and its result is read outside."""
+    products = (node for node in _besides_layers(body.graph) if is_call(node, *PRODUCTS))
+    results = filter(is_tensor, call.users)
+    return any(products) and any(map(feeds_class_op, results))
+
+
+def _besides_layers(body: fx.Graph) -> list[fx.Node]:
+    """What a body computes besides the layers of the model that are in it; nothing where it has
+    attention that is no layer's, and so is a layer or a part of one."""
+    attention = [node for node in body.nodes if is_call(node, SDPA)]
+    if not attention:
+        return list(body.nodes)
+    if any(layer_path(node) is None for node in attention):
+        return []
+    return [node for node in body.nodes if layer_path(node) is None]

@@ -7,18 +7,20 @@ Dynamo's own list.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from traceback import FrameSummary
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxrl.capture._torch import graph_break_reasons
 from fxrl.ir.capture_record import GraphBreak
 from fxrl.ir.remark import Remark, RemarkKind, Report
-from fxrl.ir.source import source_of_trace
+from fxrl.ir.source import is_library, source_of_trace
 
 _EXPLANATION = re.compile(r"Explanation: (.+)")
 #: Words of Dynamo's that name its own parts, and what they mean to who wrote the code.
@@ -29,7 +31,11 @@ _PLAIN = {
     "step_unsupported": "something in it cannot be traced, and no graph can end there",
 }
 _TRIES = 4  # a break is met again as Dynamo backs out of one function after another
-_CURE = "move that code out of the loss, or write it with tensor ops"
+#: Where wrappers of a model live: their own miss (``wrappers.py``) has the cure of a break in them.
+_WRAPPERS = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *parts, "")
+    for parts in (("distributed",), ("nn", "parallel"))
+)
 
 
 class SizesFromDataError(Exception):
@@ -71,7 +77,7 @@ def break_remarks(
 ) -> Report:
     """One remark for each break."""
     return Report.of(
-        Remark(kind, "capture", site, found.source, f"graph break: {found.reason}", _CURE)
+        Remark(kind, "capture", site, found.source, f"graph break: {found.reason}", found.cure)
         for found in breaks
     )
 
@@ -100,4 +106,8 @@ def in_one_line(message: str) -> str:
 
 def _graph_break(reason: Any) -> GraphBreak:
     source, code = place_of(reason.user_stack)
-    return GraphBreak(f"{in_one_line(str(reason.reason))}, in {code}", source)
+    words = f"{in_one_line(str(reason.reason))}, in {code}"
+    files = [frame.filename for frame in reason.user_stack]
+    if all(map(is_library, files)) or files[-1].startswith(_WRAPPERS):  # no line to be moved
+        return GraphBreak(words, source, "")
+    return GraphBreak(words, source)

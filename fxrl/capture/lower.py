@@ -315,6 +315,8 @@ class _Lowering(fx.Interpreter):
             return None
         if is_call(n, ENTER_INFERENCE, EXIT_INFERENCE):
             return self._infer(n)
+        if self._detaches_nothing(n):
+            return self.env[as_node(n.args[0])]
         if is_opaque(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             with self._set_current_node(n), fx_traceback.set_current_meta(n):
@@ -334,6 +336,21 @@ class _Lowering(fx.Interpreter):
         if mode.written_apart:
             self._check_written(n)
         return result if mode.recording else self._detached(n, result)
+
+    def _detaches_nothing(self, n: fx.Node) -> bool:
+        """Whether ``x.detach()`` is x: it has no gradient, and nobody else reads its memory again.
+        So a write may give it one."""
+        if n.target not in ("detach", torch.detach) or not isinstance(n.args[0], fx.Node):
+            return False
+        given = self.env[n.args[0]]
+        if not isinstance(given, FunctionalTensor) or example_of(n.args[0]).requires_grad:
+            return False
+        for node, value in self.env.items():
+            if isinstance(value, FunctionalTensor) and storage_of(value) == storage_of(given):
+                made_here = node.op in ("call_function", "call_method")
+                if not made_here or any(user > n for user in node.users):
+                    return False
+        return True
 
     def _infer(self, n: fx.Node) -> bool:
         """``torch.inference_mode`` is no_grad; entering gives what leaving gets and puts back."""

@@ -371,7 +371,7 @@ class RepeatedLayers:
         for name, module in self._model.named_modules():
             if module not in inside:
                 for members in _counted(module):
-                    group = _groups(name, members)
+                    group = _groups(name, {k: m for k, m in members.items() if m not in inside})
                     inside.update(part for layer in group for part in layer.module.modules())
                     found += group
         for state in self._known:
@@ -416,10 +416,11 @@ def _counted(module: nn.Module) -> list[dict[str, nn.Module]]:
 
 def _groups(name: str, members: dict[str, nn.Module]) -> list[Layer]:
     """The layers of one list that have an equal one; each knows the first of its kind."""
+    places = list(members.values())
     layers = [
         Layer(module, f"{name}.{number}".lstrip("."), index, _Layout(module))
         for index, (number, module) in enumerate(members.items())
-        if module._modules
+        if module._modules and places.count(module) == 1  # one at two places is its own equal
     ]
     firsts: list[Layer] = []
     for layer in layers:

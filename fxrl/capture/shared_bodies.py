@@ -179,6 +179,10 @@ class _Sharing:
             return ours.bring(self._input(layer, place, outer))
         if outer.op != "placeholder" and not isinstance(_example(outer), torch.SymInt):
             raise Refusal(f"{layer.first.path} reads %{outer}, which is no argument of it")
+        if outer.graph is ours.gm.graph:
+            return outer
+        if outer.graph is not self._graph:
+            raise Refusal(f"{layer.path} runs in another graph than %{outer}, a size that it reads")
         return ours.bring(outer)
 
     def _input(self, layer: Layer, place: int, like: fx.Node) -> fx.Node:

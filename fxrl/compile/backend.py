@@ -40,7 +40,7 @@ from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
-from fxrl.ir.graph import CHECKPOINT, body_of, clone, has_hint, hint, tensor_val
+from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
@@ -154,6 +154,8 @@ class Backend:
             self._fall_back(capture, refusal)
             return None
         name_sites(lowered, str(capture.index))
+        if capture.graph_breaks or not is_first_graph():
+            lowered.meta[IS_PART] = True
         if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
             _attach_kernels(capture)  # before passes measure them
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)

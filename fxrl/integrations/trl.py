@@ -24,7 +24,6 @@ import copy
 import inspect
 import logging
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -227,6 +226,14 @@ _REFUSED = {
 }
 
 
+_SET_ASIDE = Remark(
+    RemarkKind.ANALYSIS,
+    "trl",
+    "gradient_checkpointing",
+    reason="set aside: the plan says of each layer what is kept, sent to the host or run again, by "
+    "the memory there is (fxrl.Config(gpu_memory=...))",
+)
+
 _HOW_TRL_DRAWS = {
     "cache_implementation", "transformers_continuous_batching_config", "use_transformers_paged",
     "use_transformers_continuous_batching", "vllm_mode", "vllm_model_impl", "vllm_server_port",
@@ -238,18 +245,13 @@ _HOW_TRL_DRAWS = {
 
 
 def _judged(args: Any) -> Any:
-    """A copy of TRL's configuration, less what fxrl does itself."""
+    """A copy of TRL's configuration, less what fxrl does itself. Checkpointing is TRL's default, so
+    that it is set aside is for the report, not for a warning to everyone."""
     for name, (reason, cure) in _REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{name}={getattr(args, name)!r} {reason}; {cure}")
     args = copy.copy(args)
     if args.gradient_checkpointing:
-        warnings.warn(
-            "gradient_checkpointing is set aside: fxrl plans for each layer what is kept, sent to "
-            "the host or run again, by the memory there is (fxrl.Config(gpu_memory=...)); "
-            "gradient_checkpointing=False says the same without this warning",
-            stacklevel=4,
-        )
         for name in {"gradient_checkpointing", "activation_checkpointing"} & vars(args).keys():
             setattr(args, name, False)  # of transformers, old and new name
             setattr(args, f"{name}_kwargs", None)
@@ -361,7 +363,9 @@ class _Fxrl:
             )
         self._fxrl_config = config or Config()
         self._through: dict[nn.Module, ThroughStep] = {}
-        given["args"] = self._prepared(given.get("args") or self._default_args(given["model"]))
+        asked = given.get("args") or self._default_args(given["model"])
+        self._remarks = Report((_SET_ASIDE,) if asked.gradient_checkpointing else ())
+        given["args"] = self._prepared(asked)
         super().__init__(**given)
         _refuse_sharding(self)
         _refuse_rounded_head(self)
@@ -545,7 +549,8 @@ class _Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-define
         folder = Path(args.output_dir) / "fxrl"
         folder.mkdir(parents=True, exist_ok=True)
         step = self._trainer.train_step
-        texts = {"report.txt": str(step.report), "plan.json": step.plan.to_json()}
+        report = self._trainer._remarks + step.report
+        texts = {"report.txt": str(report), "plan.json": step.plan.to_json()}
         ledger = getattr(getattr(self._trainer, "_engine", None), "ledger", None)
         if ledger is not None:
             texts["ledger.txt"] = str(ledger)

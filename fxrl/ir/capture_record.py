@@ -18,10 +18,12 @@ from fxrl.ir.remark import Remark, RemarkKind, Report
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """Where Dynamo stopped a graph: the reason in its words and the user's ``file:line``."""
+    """Where Dynamo stopped a graph: the reason in its words, the user's ``file:line``, and what to
+    do about it."""
 
     reason: str
     source: str
+    cure: str = "move that code out of the loss, or write it with tensor ops"
 
 
 @dataclass(slots=True)

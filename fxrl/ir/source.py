@@ -34,7 +34,7 @@ def source_of_trace(stack_trace: str) -> str:
     frames = list(_frames(stack_trace))
     if not frames:
         return ""
-    users = [frame for frame in frames if not _is_library(frame[0])]
+    users = [frame for frame in frames if not is_library(frame[0])]
     file, line = (users or frames)[-1]
     return f"{_shorten(file)}:{line}"
 
@@ -45,7 +45,8 @@ def _frames(stack_trace: str) -> Iterator[tuple[str, str]]:
             yield match["file"], match["line"]
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file is not the user's, by the rule of ``user_source``."""
     if file.startswith(_OURS):
         return not file.startswith(_USER_LIKE)
     if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:

@@ -161,6 +161,21 @@ def shared(kind=Layer, depth=4):
     return model
 
 
+def twice(kind=Layer, depth=4):
+    model = Model(kind, depth)
+    model.layers[2] = model.layers[1]
+    return model
+
+
+class InTwoLists(Model):
+    def __init__(self, kind=Layer, depth=4):
+        super().__init__(kind, depth)
+        self.stack = nn.Sequential(*self.layers)
+
+    def body(self, x):
+        return self.stack(super().body(x))
+
+
 def frozen(kind=Layer, depth=4):
     model = Model(kind, depth)
     model.embed.requires_grad_(False)
@@ -176,8 +191,10 @@ def frozen(kind=Layer, depth=4):
         (lambda: make(Constant), "4 layers were captured as 1"),
         (lambda: make(model=shared), "4 layers were captured as 1"),
         (lambda: make(model=frozen), "4 layers were captured as 2"),
+        (lambda: make(model=twice), "2 layers were captured as 1"),
+        (lambda: make(model=InTwoLists), "8 layers were captured as 2"),
     ],
-    ids=["two-kinds", "constant", "shared-weight", "frozen"],
+    ids=["two-kinds", "constant", "shared-weight", "frozen", "twice", "in-two-lists"],
 )
 def test_kinds_of_layers(make_model, said):
     model = make_model()
@@ -347,6 +364,33 @@ def test_a_loss_checkpointed_with_its_model_has_a_head():
     step = fxrl.optimize(model, whole, CONFIG)
     check(step, model, whole)
     assert any(r.pass_name == "fuse-linear-logprob" for r in step.report.of_kind("applied"))
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_model_checkpointed_with_its_head_has_a_head(depth):
+    """The logits leave the checkpointed call, and its layers read sizes that it computes."""
+
+    class Sized(Layer):
+        def forward(self, x, bias=None, seen=None):
+            return super().forward(x.view(seen, -1, HIDDEN))
+
+    class Model_(Model):
+        def body(self, x):
+            rows = x.shape[0]
+            for layer in self.layers:
+                x = layer(x, seen=rows)
+            return x
+
+    def outside(model, given):
+        call = torch.utils.checkpoint.checkpoint
+        logp = call(model, given["ids"], use_reentrant=False).log_softmax(-1)
+        return -logp[:, :-1].gather(-1, given["ids"][:, 1:, None]).mean()
+
+    model = make(Sized, Model_, depth=depth)
+    step = fxrl.optimize(model, outside, CONFIG)
+    check(step, model, outside)
+    assert any(r.pass_name == "fuse-linear-logprob" for r in step.report.of_kind("applied"))
+    assert not [r for r in step.report.remarks if "captured one by one" in r.reason]
 
 
 class CheckpointedInside(Layer):

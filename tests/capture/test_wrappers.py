@@ -193,6 +193,19 @@ def test_the_numbers_of_a_closed_wrapper_are_eagers(make) -> None:
         assert_matches_eager(optimize(model, policy_loss, QUIET), policy_loss, model, make_batch())
 
 
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("make", [sharded, nested], ids=["fsdp2", "ddp inside"])
+def test_what_a_closed_wrapper_breaks_has_no_cure_but_the_wrappers(make) -> None:
+    """No line of the loss can be moved, and no value returned, that would bring the head back."""
+    torch._dynamo.reset()
+    step = optimize(make(), policy_loss, QUIET)
+    step(make_batch())
+    wrapper, *others = step.report.of_kind("missed")
+    assert "DistributedDataParallel" in wrapper.cure or "DDP" in wrapper.cure
+    assert {r.pass_name for r in others} >= {"capture", "fuse-linear-logprob"}
+    assert not any(remark.cure for remark in others), others
+
+
 def compiled(model: nn.Module) -> nn.Module:
     """By a backend that needs no compiler: the step does not use it, and eager is what it gives."""
     return torch.compile(model, backend="eager")  # type: ignore[return-value]

@@ -164,8 +164,16 @@ def into_what_is_returned(logits: Tensor) -> Tensor:
     return logits * total.sigmoid()
 
 
+def into_fresh_zeros(logits: Tensor) -> Tensor:
+    out = torch.zeros_like(logits).detach()
+    out[:, 1:] = logits[:, 1:]
+    half = out[..., :9]
+    half.mul_(logits.mean())
+    return out + half.sum()
+
+
 @pytest.mark.parametrize(
-    "change", [overwritten_infinities, detached_in_place, into_what_is_returned]
+    "change", [overwritten_infinities, detached_in_place, into_what_is_returned, into_fresh_zeros]
 )
 def test_gradients_of_what_is_written(change: Callable[[Tensor], Tensor]) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -180,6 +188,12 @@ def a_gradient_for_the_detached(logits: Tensor, scale: Tensor) -> Tensor:
     detached = shared.detach()
     detached.add_(scale.sum())
     return shared + detached
+
+
+def zeros_that_are_read_too(logits: Tensor, scale: Tensor) -> Tensor:
+    zeros = torch.zeros_like(logits)
+    zeros.detach().add_(scale.sum())
+    return logits + zeros
 
 
 def data_that_was_read(logits: Tensor, scale: Tensor) -> Tensor:
@@ -202,6 +216,7 @@ def slopes_drawn(logits: Tensor, scale: Tensor) -> Tensor:
     ("change", "reason"),
     [
         (a_gradient_for_the_detached, "a detached tensor gets a gradient by a write"),
+        (zeros_that_are_read_too, "a detached tensor gets a gradient by a write"),
         (data_that_was_read, "what autograd keeps of this call is written into"),
         (data_that_is_viewed, "given other data while views of what it had are in use"),
         (slopes_drawn, "the slopes that rrelu draws"),

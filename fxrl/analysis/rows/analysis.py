@@ -22,6 +22,7 @@ from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
+    IS_PART,
     QUANTIZE_ROWS,
     QUANTIZED_PRODUCTS,
     RESHAPES,
@@ -310,11 +311,7 @@ class _Walk:
             if user in self.rules.values or user in self.first_steps or not _is_read(user):
                 continue
             if user.op == "output":
-                raise Refusal(
-                    "the logits leave the traced code: returned, stored or handed to a hook",
-                    "return what is computed from them, per token",
-                    node,
-                )
+                raise Refusal(*_why_they_leave(user.graph), node)
             unseen = Refusal(f"the logits enter %{user}, opaque to fxrl")
             raise _at(self.refused.get(user, unseen), user)
 
@@ -425,3 +422,14 @@ def _product_rows(roots: list[RowExpr]) -> set[int]:
         if rows.leaf is not None:
             found.add(id(rows))
     return found
+
+
+def _why_they_leave(graph: fx.Graph) -> tuple[str, str]:
+    """Reason and cure of logits that a graph gives back."""
+    owner = graph.owning_module
+    if owner is not None and IS_PART in owner.meta:
+        return "the logits leave the graph, which holds only a part of the loss", ""
+    return (
+        "the logits leave the traced code: returned, stored or handed to a hook",
+        "return what is computed from them, per token",
+    )

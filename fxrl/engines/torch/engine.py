@@ -7,6 +7,8 @@ with LoRA, on a CPU or a GPU. It is the reference for the faster engines and wha
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,12 +34,17 @@ from fxrl.engines.engine import (
     eos_ids,
     newer,
 )
-from fxrl.engines.torch.sampling import sample
+from fxrl.engines.torch.sampling import log_probs, sample
 from fxrl.models.quantized import dtype_of
+
+log = logging.getLogger(__name__)
 
 DROP_SHARE = 1 / 8
 """Finished rows are dropped when they are this share of the batch: a drop copies the KV cache,
 which is what the cache's growth costs at every step anyway."""
+
+CHECKED_TOKENS = 64
+"""Of how many tokens of a padded row the log-probs are held against the row alone."""
 
 
 class Decoded:
@@ -94,6 +101,7 @@ class CausalLM:
         self._embeddings = inner.get_input_embeddings()
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self.num_embeddings: int = self._embeddings.weight.shape[0]
+        self.padding_differs = False  # found out while drawing
 
     @property
     def takes_padding(self) -> bool:
@@ -113,7 +121,21 @@ class CausalLM:
         """
         eager = getattr(self._config, "_attn_implementation", None) == "eager"
         float64 = dtype_of(self._embeddings) == torch.float64
-        return "position_ids" in self.takes and not (eager and float64)
+        ruled_out = self.padding_differs or (eager and float64)
+        return "position_ids" in self.takes and not ruled_out
+
+    def score(self, ids: Tensor, count: int) -> Tensor:
+        """Logits [count, V] that the last ``count`` tokens of ``ids`` [T] were drawn from, by one
+        forward without padding or cache."""
+        few = {"logits_to_keep": count + 1} if "logits_to_keep" in self.takes else {}
+        logits: Tensor = self.model(input_ids=ids[None], use_cache=False, **few).logits
+        return logits[0, -count - 1 : -1]
+
+    def rounding(self, logits: Tensor) -> float:
+        """How far log-probs may be apart in the mean that two ways of one model give: half the
+        digits of the narrowest dtype in it, at most float32's, which most models have inside."""
+        dtypes = (torch.float32, logits.dtype, dtype_of(self._embeddings))
+        return math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
 
     def __call__(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any
@@ -213,11 +235,11 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
 class TorchEngine:
     """Embedded ``Engine`` with a batched KV cache.
 
-    Prompts are padded on the left and run through the model once each; their ``n`` completions
-    share that prefill. All random numbers of a request are drawn before it starts, one per token,
-    on the CPU: what a completion is does not depend on how the request is cut into batches, nor on
-    which rows have already ended, beyond the rounding of the model itself (in bf16, a matrix
-    product's rounding depends on the batch size).
+    Prompts are padded on the left, unless the model's numbers show that it counts padding, and run
+    through the model once each; their ``n`` completions share that prefill. All random numbers of a
+    request are drawn before it starts, one per token, on the CPU: what a completion is does not
+    depend on how the request is cut into batches, nor on which rows have already ended, beyond the
+    rounding of the model itself (in bf16, a matrix product's rounding depends on the batch size).
 
     The model is put into eval mode without gradient while it generates, and every module's own
     train mode is restored.
@@ -256,6 +278,7 @@ class TorchEngine:
         self.policy_version = 0
         self.timings: Mapping[str, float] = {}  # nothing here is worth telling apart
         self._state = "awake"
+        self._tried = {True: 0, False: 0}  # padded -> tokens of the longest row that was tried
 
     @classmethod
     def from_tokenizer(cls, model: nn.Module, tokenizer: Any, **options: Any) -> Self:
@@ -321,6 +344,12 @@ class TorchEngine:
         drawing: Drawing,
         limits: Sequence[int],
     ) -> Iterator[tuple[tuple[int, int], Completion]]:
+        lengths = {len(prompts[g.prompt]) for g in groups}
+        if len(lengths) > 1 and not self._lm.takes_padding:  # found out since the batch was planned
+            for length in lengths:
+                equal = [g for g in groups if len(prompts[g.prompt]) == length]
+                yield from self._run(equal, prompts, params, uniforms, drawing, limits)
+            return
         keys = [(g.prompt, g.first + i) for g in groups for i in range(g.count)]
         flat = [prompt * params.n + sample for prompt, sample in keys]
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
@@ -336,6 +365,11 @@ class TorchEngine:
             drawing=drawing,
             limits=[limits[g.prompt] for g in groups],
         )
+        if self._differs_from_scoring(keys, prompts, params, done) and len(lengths) > 1:
+            self._lm.padding_differs = True
+            drawing.add(0, -len(keys))
+            yield from self._run(groups, prompts, params, uniforms, drawing, limits)
+            return
         drawn = (part.tolist() for part in (done.tokens, done.logprobs, done.lengths))
         for key, tokens, logprobs, length in zip(keys, *drawn, strict=True):
             yield (
@@ -348,6 +382,50 @@ class TorchEngine:
                     policy_version=self.policy_version,
                 ),
             )
+
+    def _differs_from_scoring(
+        self,
+        keys: Sequence[tuple[int, int]],
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        done: Decoded,
+    ) -> bool:
+        """Whether a row, a padded one if there is any, was drawn with other log-probs than one
+        forward over the row alone gives, which is how the trainer scores it; that is told.
+
+        NOTE [Why this is tried]
+        That a model takes ``position_ids``, a mask and a cache does not say what they reach: one
+        that sums up windows of its tokens cuts them from the left, padding included; one has a
+        window in its cache and none in its forward. It costs a forward of one row, for the first
+        batch and for each that is twice as long as any tried, since a window may be longer.
+        """
+        ends = [len(prompts[prompt]) for prompt, _ in keys]
+        widest, lengths = max(ends), done.lengths.tolist()
+        padded = [row for row, end in enumerate(ends) if end < widest]
+        row = max(padded or range(len(keys)), key=lambda row: ends[row] + lengths[row])
+        drawn = slice(max(lengths[row] - CHECKED_TOKENS, 0), lengths[row])
+        ids = done.tokens.new_tensor(prompts[keys[row][0]])
+        ids = torch.cat([ids, done.tokens[row, : drawn.stop]])
+        if len(ids) < 2 * self._tried[bool(padded)]:
+            return False
+        self._tried[bool(padded)] = len(ids)
+        logits = self._lm.score(ids, drawn.stop - drawn.start)
+        alone = log_probs(logits, params.temperature).gather(1, done.tokens[row, drawn, None])
+        off = float((done.logprobs[row, drawn] - alone[:, 0]).abs().mean())
+        if off <= self._lm.rounding(logits):
+            return False
+        log.warning(
+            "%s: log-probs drawn with its cache%s are %.2g off (mean of %d tokens) those of one "
+            "forward; %s",
+            type(self.model).__name__,
+            " and padding" if padded else "",
+            off,
+            len(alone),
+            "no batch is padded from now on"
+            if padded
+            else "its rollouts are of another policy than the one that is trained",
+        )
+        return True
 
     def _uniforms(self, num_rows: int, params: SamplingParams) -> Tensor | None:
         """[rows, max_tokens] float64 in [0, 1), on the CPU; none for greedy decoding."""

@@ -76,6 +76,51 @@ def test_models_that_take_no_positions(kind, sizes):
     assert_logprobs_match(model, groups, atol=1e-5)
 
 
+def marked(model, is_marked):
+    """Embeddings that differ at the places of a batch's row which ``is_marked(place, length)``."""
+
+    def hook(module, args, out):
+        length = out.shape[1]
+        marks = [float(is_marked(place, length)) for place in range(length)]
+        return out + torch.tensor(marks, dtype=out.dtype)[:, None]
+
+    model.get_input_embeddings().register_forward_hook(hook)
+
+
+def test_a_model_that_counts_padding_gets_none(caplog):
+    """It takes positions and a mask, but its first token is the batch's first."""
+    engine, model = tiny()
+    marked(model, lambda place, length: place == 0 and length > 1)
+    for _ in range(2):
+        groups = engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=12, seed=1))
+        assert_logprobs_match(model, groups)
+    (told,) = caplog.messages
+    assert "cache and padding are" in told
+    assert "no batch is padded from now on" in told
+
+
+def test_a_cache_that_disagrees_with_the_forward_is_told(caplog):
+    engine, model = tiny()
+    marked(model, lambda place, length: length == 1)
+    engine.generate(PROMPTS[:1], SamplingParams(n=2, max_tokens=12, seed=1))
+    (told,) = caplog.messages
+    assert "drawn with its cache are" in told
+    assert "another policy than the one that is trained" in told
+
+
+def test_padding_is_tried_again_on_rows_twice_as_long(monkeypatch):
+    """A window may be longer than the first batch; trying every batch would cost a forward each."""
+    engine, _ = tiny()
+    scored, score = [], engine._lm.score
+    monkeypatch.setattr(
+        engine._lm, "score", lambda ids, n: scored.append(len(ids)) or score(ids, n)
+    )
+    for tokens in (4, 4, 12, 40):
+        params = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
+        engine.generate(PROMPTS, params)
+    assert scored == [5 + 4, 5 + 40]
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_eager_attention_survives_prompts_of_different_lengths(kind, dtype):
