@@ -1,4 +1,4 @@
-"""``decode_attention``: compiled on a GPU (interpreted: ``test_interpreted.py``); its argument checks."""
+"""``decode_attention``: compiled on a GPU (``test_interpreted.py``: without); argument checks."""
 
 import itertools
 import sys

@@ -1,4 +1,4 @@
-"""``fused_sample``: compiled on a GPU (interpreted: ``test_interpreted.py``); its argument checks."""
+"""``fused_sample``: compiled on a GPU (``test_interpreted.py``: without); its argument checks."""
 
 import sys
 from pathlib import Path
