@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 
 import pytest
@@ -39,6 +40,9 @@ def pytest_collection_finish():
     gc.freeze()
     gc.enable()
     gc.set_threshold(100_000, 20, 20)
+    # pytest hands its handlers to each logger that keeps its records to itself; for one of torch's
+    # trace torch would print every graph and guard, which takes a twentieth of the time.
+    logging.getLogger("torch.__trace").propagate = True
     # Bindings that count what is left at the end warn of it; pytest's own five looks come before.
     atexit.register(gc.unfreeze)
 

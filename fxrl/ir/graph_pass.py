@@ -132,6 +132,8 @@ class Pass(ABC, Generic[S]):
     @final
     def told(self, options: Mapping[str, Any]) -> Self:
         """The pass with a user's options."""
+        if not options:
+            return self
         hints = get_type_hints(type(self))
         known = [f.name for f in fields(self) if not f.metadata.get("settled")]  # type: ignore[arg-type]
         where = f"pass_options: {self.name}"

@@ -35,6 +35,18 @@ def test_what_was_made_while_something_compiled_is_old(monkeypatch, frozen, aged
     gc.freeze()  # as every test finds it
 
 
+def test_what_is_frozen_is_counted_once(monkeypatch):
+    """Python counts it object by object."""
+    counted = []
+    monkeypatch.setattr(_torch, "_AGED", [])
+    monkeypatch.setattr(_torch.gc, "get_freeze_count", lambda: counted.append(1) or 1)
+    for _ in range(2):
+        with compiles_undisturbed():
+            callback_handler.run_start_callbacks(None)
+            callback_handler.run_end_callbacks(None)
+    assert counted == [1]
+
+
 def test_no_file_is_tokenized_for_a_log(monkeypatch):
     monkeypatch.setattr(funcname_cache, "_add_file", lambda name: pytest.fail(f"tokenizes {name}"))
     names = symbolic_convert.get_funcname

@@ -1,7 +1,9 @@
 """Mixtures of experts: the head is rewritten and all numbers are eager's, adapted or not.
 
-A mixture is a row of ``MIXTURES``: how its experts are written. Each is run as it is, under LoRA on
-attention, and under LoRA on its experts: on parameters that hold all of them, or on each one's own.
+A mixture is a row of ``MIXTURES``: how its experts are written. Each is run as it is, and under
+LoRA on attention and on its experts: on parameters that hold all of them, or on each one's own. One
+of either kind is run under LoRA on attention alone, where no expert has a gradient; and one whose
+tokens leave experts out, so that branches in the layers turn.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ MIXTURES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "each-hit": (lambda: Loops(each_hit), False),
     "dense": (lambda: Loops(dense), True),
 }
-ADAPTERS = ("none", "attention", "experts")
+FROZEN = ("qwen3", "where", "unless-empty")
 FUSED = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -158,8 +160,11 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return -(gain * batch["mask"]).sum() / batch["mask"].sum()
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [(kind, adapter) for kind in MIXTURES for adapter in ("none", "experts")]
+    + [(kind, "attention") for kind in FROZEN],
+)
 def test_a_mixture(kind: str, adapter: str) -> None:
     torch.manual_seed(0)
     make, whole = MIXTURES[kind]

@@ -1,4 +1,4 @@
-"""``decode_attention``: interpreted on the CPU, compiled on a GPU; its argument checks."""
+"""``decode_attention``: compiled on a GPU (``test_interpreted.py``: without); argument checks."""
 
 import itertools
 import sys
@@ -15,16 +15,11 @@ from fxrl.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
 )
-from tests.kernels.interpreted import check_interpreted
 
 sys.path.insert(0, str(Path(__file__).parent))
 import decode_cases as cases
 
 MIXED = [1000, 0, 1, 16, 17, 4099, 63, 64, 65, 0, 257]
-
-
-def test_interpreted():
-    check_interpreted(cases.__file__)
 
 
 @pytest.mark.gpu

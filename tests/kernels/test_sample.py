@@ -1,4 +1,4 @@
-"""``fused_sample``: interpreted on the CPU, compiled on a GPU; its argument checks."""
+"""``fused_sample``: compiled on a GPU (``test_interpreted.py``: without); its argument checks."""
 
 import sys
 from pathlib import Path
@@ -9,14 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from fxrl.kernels.sample import FusedSampleError, fused_sample
-from tests.kernels.interpreted import check_interpreted
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sample_cases as cases
-
-
-def test_interpreted():
-    check_interpreted(cases.__file__)
 
 
 @pytest.mark.gpu

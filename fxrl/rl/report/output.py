@@ -39,7 +39,9 @@ def silent() -> Iterator[None]:
 class Outlet:
     """A text stream whose ``write`` and ``flush`` go on elsewhere; all else is the stream's."""
 
-    def __init__(self, name: str, stream: TextIO, lose: Callable[[Outlet, str], None]) -> None:
+    def __init__(
+        self, name: str, stream: TextIO, lose: Callable[[Outlet, bool, str], None]
+    ) -> None:
         self._name, self._stream, self._lose = name, stream, lose
         self.lost = False  # it writes to the log
 
@@ -60,10 +62,11 @@ class Outlet:
 
     def _surely(self, action: Callable[[], T]) -> T | None:
         for _ in range(3):  # its own place, the log, nowhere
+            in_log = self.lost
             try:
                 return action()
             except OSError as error:
-                self._lose(self, f"{self._name}: {error.strerror}")
+                self._lose(self, in_log, f"{self._name}: {error.strerror}")
         return None
 
     @property
@@ -122,31 +125,33 @@ class Output:
             signal.signal(signal.SIGHUP, self._hang_up)
 
     def _hang_up(self, signum: int, frame: FrameType | None) -> None:
-        if gone := [outlet for outlet in self._outlets if not outlet.is_file]:
-            self._divert(gone, "hangup")
+        with self._lock:  # where another thread is losing one, that one is a file after it
+            if gone := [outlet for outlet in self._outlets if not outlet.is_file]:
+                self._divert(gone, "hangup")
 
-    def _lose(self, outlet: Outlet, why: str) -> None:
-        self._divert([outlet], why)
+    def _lose(self, outlet: Outlet, in_log: bool, why: str) -> None:
+        with self._lock:
+            if outlet.lost == in_log:  # else another thread lost it, and it goes on in the log
+                self._divert([outlet], why)
         if self._log is None:
             raise StorageError(f"{why}; nothing was trained")
 
     def _divert(self, gone: list[Outlet], why: str) -> None:
         """What is lost for the first time goes on in the log, if there is one; else nowhere."""
-        with self._lock:
-            log, flags = None, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            if self._log is not None and not any(outlet.lost for outlet in gone):
-                with suppress(OSError):
-                    self._log.parent.mkdir(parents=True, exist_ok=True)
-                    log = os.open(self._log, flags, 0o666)
-            if log is not None:
-                told = self._words(f"{why}; the run goes on, and writes to {self._log}") + "\n"
-                for outlet in self._outlets:
-                    outlet.tell(told)
-                with suppress(OSError):
-                    os.write(log, told.encode())
-            target = os.open(os.devnull, os.O_WRONLY) if log is None else log
-            for outlet in gone:
-                if (descriptor := outlet.descriptor) is not None:
-                    os.dup2(target, descriptor)
-                outlet.lost = True
-            os.close(target)
+        log, flags = None, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        if self._log is not None and not any(outlet.lost for outlet in gone):
+            with suppress(OSError):
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                log = os.open(self._log, flags, 0o666)
+        if log is not None:
+            told = self._words(f"{why}; the run goes on, and writes to {self._log}") + "\n"
+            for outlet in self._outlets:
+                outlet.tell(told)
+            with suppress(OSError):
+                os.write(log, told.encode())
+        target = os.open(os.devnull, os.O_WRONLY) if log is None else log
+        for outlet in gone:
+            if (descriptor := outlet.descriptor) is not None:
+                os.dup2(target, descriptor)
+            outlet.lost = True
+        os.close(target)

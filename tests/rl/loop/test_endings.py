@@ -6,6 +6,8 @@ import re
 import shutil
 import signal
 import sys
+import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -285,13 +287,41 @@ def heard_hangups():
     signal.signal(signal.SIGHUP, inherited)
 
 
+@contextmanager
+def looked_at(terminal):
+    """Someone reads what is written there: where nobody does, a slow run fills it and waits.
+
+    Yields a descriptor without content; who duplicates it to ``terminal`` closes that.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY)
+
+    def read():
+        data = b"?"
+        while data:
+            try:
+                data = os.read(terminal, 2**16)
+            except BlockingIOError:  # a read that waits would keep the terminal open
+                time.sleep(0.02)
+
+    os.set_blocking(terminal, False)
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield nothing
+    finally:
+        os.dup2(nothing, terminal)
+        thread.join()
+        os.close(nothing)
+        os.close(terminal)
+
+
 def test_a_hangup_of_the_terminal(behaving, monkeypatch, heard_hangups):
     """The log has lines, where the terminal had a live view."""
     near, far = os.openpty()
     monkeypatch.setenv("TERM", "xterm")
-    with os.fdopen(far, "w") as stream:
+    with os.fdopen(far, "w") as stream, looked_at(near) as nothing:
         monkeypatch.setattr("sys.stdout", stream)
-        behaviour = f"os.close({near}); os.kill(os.getpid(), signal.SIGHUP)"
+        behaviour = f"os.dup2({nothing}, {near}); os.kill(os.getpid(), signal.SIGHUP)"
         assert behaving(behaviour, json=False) == 0
     log = Path("out/train.log").read_text()
     # Whichever is noticed first: the signal, or what the view's thread could not write.
