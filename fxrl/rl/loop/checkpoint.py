@@ -30,6 +30,7 @@ from torch import nn
 
 from fxrl.errors import optional
 from fxrl.models.hf import save_beside, save_pretrained, save_value_head
+from fxrl.models.lora import is_adapted
 from fxrl.rl.config.load import differences, with_defaults
 from fxrl.rl.config.tables import Dtype
 from fxrl.rl.errors import CheckpointError
@@ -157,10 +158,10 @@ def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 
 def _adapter(model: nn.Module) -> Any:
     """A copy of the configuration of the PEFT adapter that is trained; ``None`` without one."""
-    configs = getattr(model, "peft_config", None)
-    if configs is None or not hasattr(model, "get_base_model"):
+    if not is_adapted(model):
         return None
-    return copy.copy(configs[model.active_adapter])
+    wrapped: Any = model
+    return copy.copy(wrapped.peft_config[wrapped.active_adapter])
 
 
 def _adapter_names(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
