@@ -56,7 +56,7 @@ from fxrl.rl.data.verifiers import Environment
 from fxrl.rl.errors import BadConfigError, defined_at
 from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
-from fxrl.rl.report.files import Tell
+from fxrl.rl.report.files import Tell, try_to_write
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.chat import Chat
 from fxrl.rl.rollout.function import RolloutFunction
@@ -342,7 +342,8 @@ def _engine_spec(
     def folder() -> tuple[Path, Any]:
         with reporter.stage(f"finding {what}") as say:
             name = wanted.name if adapter is None else adapter.base
-            return model_folder(name, made, dtype=wanted.dtype, seed=config.seed, on_progress=say)
+            find = functools.partial(model_folder, name, made, dtype=wanted.dtype, seed=config.seed)
+            return try_to_write(functools.partial(find, on_progress=say), str(made))
 
     return EngineSpec(
         load=load,
@@ -392,7 +393,7 @@ def _given_away(
     keeps its part of one that was not read so, in few bits where that is asked for."""
     only_here = _is_only_here(wanted)
     if wanted.lora is not None and only_here:
-        write_model(model, tokenizer, made)
+        try_to_write(lambda: write_model(model, tokenizer, made), str(made))
     if peers is not None and (only_here or isinstance(wanted.id, nn.Module)):
         if wanted.quantization is not None:  # what is shared out stays as it is
             model = in_bits(model, as_quantization(wanted.quantization))

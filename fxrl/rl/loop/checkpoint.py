@@ -115,13 +115,23 @@ def save_checkpoint(
     def fill(folder: Path) -> None:
         _save_model(model, tokenizer, folder)
         with _writing("optimizer.pt"):
-            torch.save(dict(optimizer), folder / "optimizer.pt")
+            _save(optimizer, folder / "optimizer.pt")
         with _writing("state.pt"):
-            torch.save(dict(state), folder / "state.pt")
+            _save(state, folder / "state.pt")
         with _writing("trainer.json"):
             (folder / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1))
 
     return store.write(run_dir, store.Place(branch, step), parent, fill, keep)
+
+
+def _save(values: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        try:
+            torch.save(dict(values), file)
+        except RuntimeError as error:  # which hides what the system has said
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 @contextmanager
