@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +51,20 @@ def train_without_cache(model: Any) -> None:
     model.config.use_cache = False
 
 
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """An error of the system that safetensors reports, in words and a class of its own, is an
+    ``OSError`` here as well."""
+    safetensors = optional("safetensors", "saving a model")
+    try:
+        yield
+    except safetensors.SafetensorError as error:
+        if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number)) from error
+
+
 def save_pretrained(model: Any, folder: Path) -> None:
     """The model's own ``save_pretrained``, without progress bars and as nobody trains it; a value
     head goes beside it (``save_value_head``)."""
@@ -57,7 +73,7 @@ def save_pretrained(model: Any, folder: Path) -> None:
         model.config.use_cache = used_cache
     head = model._modules.pop(VALUE_HEAD, None)  # no causal LM has one, and loaders would say so
     try:
-        with no_progress_bars():
+        with no_progress_bars(), system_errors():
             model.save_pretrained(str(folder))
     finally:
         if head is not None:
@@ -81,7 +97,9 @@ def save_beside(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
     are: without one vLLM loads all safetensors there are."""
     safetensors = optional("safetensors", "saving a model")
     own = {key: value.contiguous() for key, value in tensors.items()}
-    optional("safetensors.torch", "saving a model").save_file(own, folder / name, {"format": "pt"})
+    with system_errors():
+        save_file = optional("safetensors.torch", "saving a model").save_file
+        save_file(own, folder / name, {"format": "pt"})
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         with safetensors.safe_open(str(whole), "pt") as opened:

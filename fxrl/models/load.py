@@ -30,6 +30,7 @@ from torch import nn
 from fxrl.errors import FxrlError, optional
 from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, save_pretrained, why_no_hub
+from fxrl.models.lora import stored_adapter
 from fxrl.models.quantized import Asked, as_quantization, in_bits, load_quantized
 from fxrl.models.sharded import load_sharded, shard
 from fxrl.models.smollm2 import cached_smollm2, fetch_smollm2
@@ -399,6 +400,9 @@ def find_file(place: str, name: str, *, local: bool) -> Path | None:
 def _tokenizer(place: str, *, local: bool) -> Any:
     hf = optional("transformers", f"loading {place}")
     _check(place, local=local)
+    own = os.path.isfile(Path(place, "tokenizer_config.json"))
+    if not own and (adapter := stored_adapter(place)) is not None:  # as a checkpoint's folder
+        return load_tokenizer(adapter.base)
     tokenizer = hf.AutoTokenizer.from_pretrained(
         place, local_files_only=local, padding_side="left", trust_remote_code=False
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 
 from fxrl.errors import optional
 from fxrl.models.hf import ModelError
+from fxrl.models.trust import read_json
 
 
 def lora(
@@ -80,6 +84,82 @@ def lora(
                 f"lora: target_modules={target_modules!r} does not work here "
                 f"({str(error).splitlines()[0][:200]}); 'all-linear' fits every model"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter in a folder, as PEFT saves it.
+
+    Attributes:
+        folder: with ``adapter_config.json`` and the adapter's weights.
+        base: path or hub id of the model that it was trained on.
+        rank: the largest of its modules'; ``None`` if it has none (no LoRA).
+        is_classifier: it holds the head of a sequence classifier, too.
+    """
+
+    folder: Path
+    base: str
+    rank: int | None
+    is_classifier: bool
+
+    def put_on(self, model: nn.Module, *, fp32_adapter: bool = True) -> nn.Module:
+        """Wraps ``base``, in place, by the adapter, which is trained; ``fp32_adapter`` as of
+        ``lora``. Raises ``ModelError`` if its weights do not fit the model."""
+        peft = optional("peft", "LoRA")
+        config = peft.PeftConfig.from_pretrained(str(self.folder))
+        if config.is_prompt_learning:
+            raise ModelError(
+                f"adapter {str(self.folder)!r} is {config.peft_type.value}: learned prompts cannot "
+                "be trained on here; take LoRA"
+            )
+        config.inference_mode = False
+        config.base_model_name_or_path = None  # which is the model's own from here on
+        try:
+            with torch.random.fork_rng():  # what is drawn is overwritten
+                made = _wrapped(model, config, fp32_adapter)
+            stored = peft.load_peft_weights(str(self.folder), device="cpu")
+            found = peft.set_peft_model_state_dict(made, stored)
+            own = peft.get_peft_model_state_dict(made, save_embedding_layers=False)
+            wrong = sorted({*found.unexpected_keys, *(own.keys() - stored.keys())})
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise self._unfit(str(error).strip().splitlines()[-1].strip()[:200]) from error
+        if wrong:
+            raise self._unfit(f"{len(wrong)} weights are in one of them alone, such as {wrong[0]}")
+        return made
+
+    def _unfit(self, why: str) -> ModelError:
+        return ModelError(
+            f"adapter {str(self.folder)!r} does not fit its base model {self.base!r} ({why}); give "
+            "the model that it was trained on as base_model_name_or_path of its adapter_config.json"
+        )
+
+
+def stored_adapter(model_id: str | Path) -> StoredAdapter | None:
+    """The adapter that a folder holds; ``None`` of any other model. Raises ``ModelError`` if its
+    ``adapter_config.json`` does not say what it belongs to."""
+    folder = Path(os.path.expanduser(model_id))
+    if not os.path.isfile(folder / "adapter_config.json"):  # a text may be no possible path
+        return None
+    table = read_json(folder / "adapter_config.json")
+    base = table.get("base_model_name_or_path") if isinstance(table, dict) else None
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"adapter {str(model_id)!r} names no base model; write its folder or hub id into "
+            "adapter_config.json as base_model_name_or_path"
+        )
+    if os.path.isfile(Path(base, "adapter_config.json")):
+        raise ModelError(
+            f"adapter {str(model_id)!r}: its base model {base!r} is an adapter itself; merge that "
+            "into its own base model (PEFT's merge_and_unload), and name the result"
+        )
+    ranks = [table.get("r"), *(table.get("rank_pattern") or {}).values()]
+    rank = max((r for r in ranks if isinstance(r, int)), default=None)
+    return StoredAdapter(folder, base, rank, table.get("task_type") == "SEQ_CLS")
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether PEFT has wrapped the model."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def _wrapped(model: nn.Module, config: Any, fp32_adapter: bool) -> nn.Module:

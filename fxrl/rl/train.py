@@ -28,7 +28,7 @@ from fxrl.rl.config.binding import read_tables
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop.interrupt import Terminated, unwound_by_sigterm
 from fxrl.rl.report.output import LOG, Output, silent
-from fxrl.rl.report.progress import READING, reporter_on
+from fxrl.rl.report.progress import READING, broken, reporter_on
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
 
@@ -117,5 +117,6 @@ def _tell_error(error: BaseException, console: Console, *, json: bool, traceback
         event |= {"traceback": trace} if traceback else {}
         console.out(jsonlib.dumps(event), highlight=False)
     else:
-        text = f"{trace}fxrl train: {text}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        text = f"fxrl train: {text}"
+        shown = trace + (broken(text, console.width) if console.is_terminal else text)
+        console.print(shown, markup=False, highlight=False, soft_wrap=True)

@@ -75,10 +75,22 @@ def conflicts(config: TrainConfig) -> Iterator[str]:
             f"fxrl.context_parallel={config.fxrl.context_parallel}: optimize=false runs the loss "
             "as it is written, which shares no sequence; leave one of them out"
         )
+    yield from _adapter_conflicts(config)
     yield from _teacher_conflicts(config)
     yield from _form_conflicts(config)
     yield from _critic_conflicts(config)
     yield from _engine_conflicts(config)
+
+
+def _adapter_conflicts(config: TrainConfig) -> Iterator[str]:
+    adapter, judges = config.model.adapter, config.loss_info().scalar_head
+    if adapter is not None and adapter.is_classifier != judges:
+        kinds = {True: "a reward model", False: "a language model"}
+        yield (
+            f"model.id={config.model.name!r} is an adapter of {kinds[not judges]}, and loss.name="
+            f"{config.loss.name!r} trains {kinds[judges]}; merge it into its base model, and name "
+            "the result"
+        )
 
 
 def _teacher_conflicts(config: TrainConfig) -> Iterator[str]:

@@ -22,6 +22,7 @@ from fxrl.engines.vllm.options import VllmOptions
 from fxrl.losses import LossInfo, loss_info
 from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
+from fxrl.models.lora import StoredAdapter, stored_adapter
 from fxrl.models.quantized import Quantization
 from fxrl.models.tiny import parse_tiny
 from fxrl.rl.config import trl
@@ -76,8 +77,10 @@ class ModelConfig(Table):
     """``[model]``.
 
     Attributes:
-        id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly). In Python
-            also a model itself.
+        id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly). The folder
+            of a PEFT adapter, such as another run's ``final``, has that adapter trained further, as
+            large as it is, on its base model; what it was is the reference. In Python also a model
+            itself.
         dtype: type of the weights' numbers, in which the optimizer works too. ``auto`` is bfloat16
             on a GPU, on a CPU what that is fast at; weights that are trained stay float32. Training
             all weights in bfloat16 loses small updates, and float16 is refused for it.
@@ -115,8 +118,16 @@ class ModelConfig(Table):
 
     def problems(self) -> Iterator[str]:
         """Decided by the text and the file system; nothing is loaded."""
-        yield from _id_problems(self.id)
-        if self.sharded and self.lora is None:
+        broken = [*_id_problems(self.id)]
+        yield from broken
+        if broken:
+            return
+        if self.adapter is not None and self.lora is not None:
+            yield (
+                f"lora: id={self.name!r} is an adapter, which is trained further as it is; leave "
+                "[model.lora] out, or merge it into its base model first"
+            )
+        if self.sharded and not self.adapted:
             yield (
                 "sharded=true is of frozen weights, and without an adapter all are trained; add "
                 "[model.lora]"
@@ -125,7 +136,7 @@ class ModelConfig(Table):
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError:
             yield f"device={self.device!r} is no device; use auto, cpu or cuda:0"
-        if self.quantization is not None and self.lora is None:
+        if self.quantization is not None and not self.adapted:
             yield (
                 f"quantization={self.quantization!r} is of frozen weights, and without an adapter "
                 "all are trained; add [model.lora]"
@@ -140,13 +151,23 @@ class ModelConfig(Table):
         return getattr(config, "_name_or_path", "") or type(self.id).__name__
 
     @property
+    def adapter(self) -> StoredAdapter | None:
+        """The adapter whose folder ``id`` names."""
+        return stored_adapter(self.id) if isinstance(self.id, str) else None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter is trained, a new one or that of ``id``."""
+        return self.lora is not None or self.adapter is not None
+
+    @property
     def trained_dtypes(self) -> set[torch.dtype]:
         """Dtypes of the trained weights; PEFT keeps adapters on weights of half precision in
         float32."""
         if self.lora is None and isinstance(self.id, nn.Module):
             return {p.dtype for p in self.id.parameters() if p.requires_grad}
         dtype: torch.dtype = getattr(torch, self.dtype, torch.float32)  # settle's, for "auto"
-        return {dtype if self.lora is None else torch.promote_types(dtype, torch.float32)}
+        return {torch.promote_types(dtype, torch.float32) if self.adapted else dtype}
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -160,6 +181,8 @@ def _id_problems(model_id: str | nn.Module) -> Iterator[str]:
     try:
         if isinstance(model_id, str) and resolve(model_id) is Source.TINY:
             parse_tiny(model_id)
+        elif isinstance(model_id, str):
+            stored_adapter(model_id)
     except ModelError as error:
         yield f"id: {error}"
 

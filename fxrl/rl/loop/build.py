@@ -35,6 +35,7 @@ from fxrl.losses.own_code import load_function
 from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
 from fxrl.models.hf import VALUE_HEAD, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
+from fxrl.models.lora import StoredAdapter
 from fxrl.models.quantized import as_quantization, in_bits
 from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss
@@ -55,7 +56,7 @@ from fxrl.rl.data.verifiers import Environment
 from fxrl.rl.errors import BadConfigError, defined_at
 from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
-from fxrl.rl.report.files import Tell
+from fxrl.rl.report.files import Tell, try_to_write
 from fxrl.rl.report.progress import Reporter, Stage
 from fxrl.rl.rollout.chat import Chat
 from fxrl.rl.rollout.function import RolloutFunction
@@ -335,25 +336,29 @@ def _engine_spec(
     what = f"{wanted.name} ({wanted.dtype}, {device})"
     made = run_dir.absolute() / "model"
     peers = Peers.of(ranks.gather) if wanted.sharded else None
+    adapter = wanted.adapter
+    rank = None if wanted.lora is None else wanted.lora.r
 
     def load() -> tuple[nn.Module, Any]:
         if isinstance(wanted.id, nn.Module):
             found = wanted.id.to(device), data.tokenizer
         else:
             with reporter.stage(f"loading {what}") as say:
-                found = _load(config, device, peers, say)
+                found = _load(config, adapter, device, peers, say)
+                if adapter is not None:
+                    found = found[0], data.tokenizer  # which the adapter's folder may have
         return _given_away(*found, wanted, made, peers)
 
     def folder() -> tuple[Path, Any]:
         with reporter.stage(f"finding {what}") as say:
-            return model_folder(
-                wanted.name, made, dtype=wanted.dtype, seed=config.seed, on_progress=say
-            )
+            name = wanted.name if adapter is None else adapter.base
+            find = functools.partial(model_folder, name, made, dtype=wanted.dtype, seed=config.seed)
+            return try_to_write(functools.partial(find, on_progress=say), str(made))
 
     return EngineSpec(
         load=load,
         folder=folder,
-        trainable=functools.partial(_trainable, config=config, made=made),
+        trainable=functools.partial(_trainable, config=config, adapter=adapter, made=made),
         longest_prompt=data.longest,
         max_tokens=config.sampling.max_tokens,
         num_sequences=config.prompts_per_step * config.sampling.num_generations,
@@ -364,19 +369,23 @@ def _engine_spec(
         tell=reporter.message,
         stage=reporter.stage,
         options=getattr(config, config.engine, None),  # the table of the engine's name
-        lora_rank=None if wanted.lora is None else wanted.lora.r,
+        lora_rank=rank if adapter is None else adapter.rank,
         prompts_grow=isinstance(data, Questions) and data.grow,
     )
 
 
 def _load(
-    config: TrainConfig, device: torch.device, peers: Peers | None, say: Callable[[str], None]
+    config: TrainConfig,
+    adapter: StoredAdapter | None,
+    device: torch.device,
+    peers: Peers | None,
+    say: Callable[[str], None],
 ) -> tuple[nn.Module, Any]:
-    """The model of ``[model]``, and its tokenizer."""
+    """The model of ``[model]``, of an adapter its base model, and its tokenizer."""
     wanted = config.model
     whole = _is_only_here(wanted)  # random weights are written down in full first
     return load_model(
-        wanted.id,  # type: ignore[arg-type]
+        wanted.id if adapter is None else adapter.base,  # type: ignore[arg-type]
         wanted.dtype,
         device,
         seed=config.seed,
@@ -394,7 +403,7 @@ def _given_away(
     keeps its part of one that was not read so, in few bits where that is asked for."""
     only_here = _is_only_here(wanted)
     if wanted.lora is not None and only_here:
-        write_model(model, tokenizer, made)
+        try_to_write(lambda: write_model(model, tokenizer, made), str(made))
     if peers is not None and (only_here or isinstance(wanted.id, nn.Module)):
         if wanted.quantization is not None:  # what is shared out stays as it is
             model = in_bits(model, as_quantization(wanted.quantization))
@@ -415,18 +424,17 @@ def _around(
     captures nothing yet."""
     model, tokenizer, engine = built
     config, device = events.config, next(model.parameters()).device
-    make_step: Callable[..., Any] = functools.partial(optimize, config=config.fxrl)
-    if not config.optimize:
-        make_step = _plain
+    optimized = functools.partial(optimize, config=config.fxrl)
+    make_step: Callable[..., Any] = optimized if config.optimize else _plain
     wrap = functools.partial(
         with_autocast, device_type=device.type, dtype=config.model.autocast_dtype
     )
-    sampling = config.sampling
+    temperature = config.sampling.temperature
     loss_fn = build_loss(
         config.loss.name,
         config.loss.options,
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
+        temperature=temperature,
+        max_tokens=config.sampling.max_tokens,
         teacher=teacher,
     )
     info = loss_info(loss_fn)
@@ -434,16 +442,16 @@ def _around(
     if isinstance(step, TrainStep):  # here, where no rank is missing
         step.join(timedelta(seconds=COLLECTIVE_S))
     updater = _updater(config, model, step, loss_fn, run_dir, ranks)
+    new = config.model.lora is not None
+    made_of = fingerprint.of_models(model, tokenizer, teacher, new=new)
     source = data.source(engine, config, tokenizer, stage, ranks)
-    score_by = functools.partial(
-        scorer, temperature=sampling.temperature, optimize=make_step, wrap=wrap
-    )
+    score_by = functools.partial(scorer, temperature=temperature, optimize=make_step, wrap=wrap)
     critic = score_by(model, values=True) if info.critic is not None else None
     old_policy = score_by(model) if config.num_iterations > 1 and critic is None else None
     ref_model, context = model, None
     if config.needs_reference:
         lasts = info.mismatched_kl or not config.precompute_ref_log_probs
-        ref_model, context = reference(model, config.model.lora is not None, lasts)
+        ref_model, context = reference(model, new, lasts)
     return RunParts(
         model=model,
         teacher=teacher,
@@ -461,7 +469,7 @@ def _around(
         probe=(old_policy or score_by(model)) if source.draws and info.options is None else None,
         stage=stage,
         events=events,
-        fingerprints={**data.fingerprints, **fingerprint.of_models(model, tokenizer, teacher)},
+        fingerprints={**data.fingerprints, **made_of},
         ranks=ranks,
     )
 
@@ -476,7 +484,12 @@ def _updater(
 ) -> Updater:
     """What updates the model's trained parameters by ``step``, ``loss_fn`` of it."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    full = config.model.lora is None
+    if not named:
+        raise ModelError(
+            f"model.id={config.model.name!r}: nothing of it is trained, as all its weights are "
+            "frozen; of an adapter on the hub give the folder that it is downloaded to"
+        )
+    full = not config.model.adapted
     optimizer = build_optimizer(config.optim, list(named.values()), ranks if full else None)
     num_updates = config.steps * config.num_iterations
     return Updater(
@@ -542,27 +555,33 @@ def _is_only_here(wanted: ModelConfig) -> bool:
     return not getattr(wanted.id, "name_or_path", "")
 
 
-def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
+def _trainable(
+    model: nn.Module, config: TrainConfig, adapter: StoredAdapter | None, made: Path
+) -> nn.Module:
     """The model with its adapter, value head and checkpointing, in train mode."""
     wanted = config.model
     head = model._modules.pop(VALUE_HEAD, None)  # which an adapter would freeze, or adapt
-    if wanted.lora is None and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+    adapted = wanted.lora is not None or adapter is not None
+    if not adapted and any(isinstance(m, QuantizedLinear) for m in model.modules()):
         raise ModelError(
             f"model.id={wanted.name!r} holds its Linears in 8 or 4 bits, which cannot be trained; "
             "add [model.lora], or give the checkpoint in bf16"
         )
-    if wanted.lora is not None:
+    if adapted:
         base: Any = model  # its name goes into the adapter's configuration
         place = made if _is_only_here(wanted) else Path(base.name_or_path or wanted.name)
         base.name_or_path = str(place.resolve() if place.is_dir() else place)
-        model = lora(
-            model,
-            wanted.lora.r,
-            wanted.lora.alpha,
-            wanted.lora.targets,
-            dropout=wanted.lora.dropout,
-            seed=config.seed,
-        )
+        if adapter is not None:
+            model = adapter.put_on(model)
+        elif wanted.lora is not None:
+            model = lora(
+                model,
+                wanted.lora.r,
+                wanted.lora.alpha,
+                wanted.lora.targets,
+                dropout=wanted.lora.dropout,
+                seed=config.seed,
+            )
         if wanted.autocast_dtype is not None:  # a classifier's head too, as PEFT keeps adapters
             for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                 wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -572,7 +591,7 @@ def _trainable(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
         model = quantize(model, wanted.quantization)
     if wanted.gradient_checkpointing:
         _checkpoint(model)
-        if wanted.lora is not None:
+        if adapted:
             model.enable_input_require_grads()  # type: ignore[operator]
     judged = config.loss_info().critic is not None
     if judged or head is not None:

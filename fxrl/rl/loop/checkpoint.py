@@ -30,6 +30,7 @@ from torch import nn
 
 from fxrl.errors import optional
 from fxrl.models.hf import save_beside, save_pretrained, save_value_head
+from fxrl.models.lora import is_adapted
 from fxrl.rl.config.load import differences, with_defaults
 from fxrl.rl.config.tables import Dtype
 from fxrl.rl.errors import CheckpointError
@@ -114,13 +115,23 @@ def save_checkpoint(
     def fill(folder: Path) -> None:
         _save_model(model, tokenizer, folder)
         with _writing("optimizer.pt"):
-            torch.save(dict(optimizer), folder / "optimizer.pt")
+            _save(optimizer, folder / "optimizer.pt")
         with _writing("state.pt"):
-            torch.save(dict(state), folder / "state.pt")
+            _save(state, folder / "state.pt")
         with _writing("trainer.json"):
             (folder / "trainer.json").write_text(json.dumps({"step": step, **trainer}, indent=1))
 
     return store.write(run_dir, store.Place(branch, step), parent, fill, keep)
+
+
+def _save(values: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        try:
+            torch.save(dict(values), file)
+        except RuntimeError as error:  # which hides what the system has said
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 @contextmanager
@@ -157,10 +168,10 @@ def _save_model(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 
 def _adapter(model: nn.Module) -> Any:
     """A copy of the configuration of the PEFT adapter that is trained; ``None`` without one."""
-    configs = getattr(model, "peft_config", None)
-    if configs is None or not hasattr(model, "get_base_model"):
+    if not is_adapted(model):
         return None
-    return copy.copy(configs[model.active_adapter])
+    wrapped: Any = model
+    return copy.copy(wrapped.peft_config[wrapped.active_adapter])
 
 
 def _adapter_names(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, str]:

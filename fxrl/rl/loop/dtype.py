@@ -58,7 +58,7 @@ def settle(
             f"this CPU multiplies {' x '.join(map(str, PRODUCT))} in {took}, which pays from "
             f"{CLEARLY:g} times the speed on: the run is in {fast} (model.dtype says otherwise)"
         )
-    frozen = model.lora is not None
+    frozen = model.adapted
     autocast = model.autocast
     if autocast == "auto":
         autocast = "bfloat16" if fast == "bfloat16" else None

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxrl.models import Sharded
+from fxrl.models.lora import is_adapted
 from fxrl.ops.checksum import checksum
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.types import Row, TokenRow
@@ -86,9 +87,13 @@ def _add_used(names: Mapping[str, Any], folder: Path, files: set[Path]) -> None:
             _add_used(vars(module), folder, files)
 
 
-def of_models(model: nn.Module, tokenizer: Any, teacher: nn.Module | None) -> dict[str, str]:
-    """Fingerprints of all models and the tokenizer, by name."""
+def of_models(
+    model: nn.Module, tokenizer: Any, teacher: nn.Module | None, *, new: bool
+) -> dict[str, str]:
+    """Fingerprints of all models and the tokenizer, by name; of an adapter unless it is ``new``."""
     found = {"base model": of_weights(model), "tokenizer": of_tokenizer(tokenizer)}
+    if is_adapted(model) and not new:
+        found["adapter"] = of_tensors((n, p) for n, p in _weights(model) if p.requires_grad)
     return found if teacher is None else found | {"teacher": of_weights(teacher)}
 
 

@@ -20,6 +20,7 @@ from fxrl import TrainStep
 from fxrl.engines.kv_cache import RolloutMemory
 from fxrl.errors import FxrlError
 from fxrl.ir.remark import format_bytes
+from fxrl.models.lora import is_adapted
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import RunParts
@@ -33,7 +34,7 @@ def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
     try:
         unit = parts.source.largest()
         tokens = max(sum(row.lengths) for row in unit)
-        yield from _stays(config, parts)
+        yield from _stays(parts)
         if parts.source.draws:
             yield from _rollout(config, parts, tokens)
     except FxrlError as error:
@@ -56,7 +57,7 @@ def _asked(config: TrainConfig, parts: RunParts) -> int:
     return -(-config.prompts_per_step // parts.ranks.size) * parts.source.rows_each
 
 
-def _stays(config: TrainConfig, parts: RunParts) -> Iterator[str]:
+def _stays(parts: RunParts) -> Iterator[str]:
     parameters = list(parts.model.parameters())
     weights = sum(p.nbytes for p in parameters)
     states = 2 * sum(p.nbytes for p in parameters if p.requires_grad) // parts.updater.state_shards
@@ -68,7 +69,7 @@ def _stays(config: TrainConfig, parts: RunParts) -> Iterator[str]:
     if parts.updater.sharded:
         yield "  a rank has the optimizer of its share (ZeroRedundancyOptimizer)"
     elif parts.ranks.size > 1:
-        why = "it is an adapter's" if config.model.lora else "the weights' dtypes differ"
+        why = "it is an adapter's" if is_adapted(parts.model) else "the weights' dtypes differ"
         yield f"  every rank has all of the optimizer: {why}"
 
 

@@ -97,6 +97,8 @@ def prepare(
         raise BadConfigError("--accept-changes says nothing without --resume")
     check_engine(config.engine)
     device = pick_device(config.model.device)
+    if start.overwrite:
+        _check_spared(config)
     with joined(in_words) as ranks:
         _check_ranks(config, ranks)
         with _written_by(ranks, config, callbacks, start.resume, tell) as (config, called):
@@ -162,6 +164,25 @@ def _check_ranks(config: TrainConfig, ranks: Ranks) -> None:
             f"{ranks.size} run; start them by torchrun --nproc-per-node {sharing} -m fxrl "
             "train, or a multiple"
         )
+
+
+def _check_spared(config: TrainConfig) -> None:
+    """Raises where the folder that ``--overwrite`` moves aside holds what the run reads."""
+    adapter, teacher = config.model.adapter, config.teacher
+    read = {
+        "model.id": config.model.id,
+        "model.id's base model": None if adapter is None else adapter.base,
+        "teacher.id": None if teacher is None else teacher.id,
+        "data.path": config.data.path,
+        "eval.path": config.eval.path,
+    }
+    run_dir = Path(config.run_dir).resolve()
+    for key, place in read.items():
+        if isinstance(place, str) and Path(place).resolve().is_relative_to(run_dir):
+            raise BadConfigError(
+                f"--overwrite moves run_dir={config.run_dir} aside, and {key}={place!r} lies in "
+                "it; give another run_dir"
+            )
 
 
 def _tokenizer(model: str, reporter: Reporter) -> Any:

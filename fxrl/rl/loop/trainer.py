@@ -30,6 +30,7 @@ from fxrl.distributed import RankError
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.files import write_text
 from fxrl.losses.reduce import masked_sum
+from fxrl.models.lora import is_adapted
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch, measured, probe_rows
@@ -95,7 +96,7 @@ class TrainingIteration:
             with clock.phase("wake"):
                 standby.close()
         with clock.phase("sync"):
-            hand_over(config, parts, parts.engine.policy_version + 1)
+            hand_over(parts, parts.engine.policy_version + 1)
         self.add_times()
         return found
 
@@ -237,10 +238,10 @@ def _mismatched_kl(config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow
     return max(0.0, math.fsum(every) / len(every))
 
 
-def hand_over(config: TrainConfig, parts: RunParts, version: int) -> None:
+def hand_over(parts: RunParts, version: int) -> None:
     """Makes the trainer's present weights those that the engine draws with."""
     update: Callable[..., None] = parts.engine.update_weights
-    if config.model.lora is not None:
+    if is_adapted(parts.model):
         update = parts.engine.update_lora
     update(policy_version=version)
 
@@ -324,7 +325,7 @@ class TrainingLoop:
         completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
         events, self._saved = self.parts.events, self.done
         try:
-            hand_over(config, self.parts, self.parts.engine.policy_version)
+            hand_over(self.parts, self.parts.engine.policy_version)
             if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
                 tell(str(ledger))
             events("on_train_begin", self.now())

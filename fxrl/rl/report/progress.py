@@ -308,6 +308,13 @@ class JsonReporter(LogReporter):
         self._line("summary", values)
 
 
+def broken(text: str, width: int) -> str:
+    """``text`` in lines that break between words, as a terminal's own do not; a path that is longer
+    than a line stays one word."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.splitlines()))
+
+
 class LiveReporter(LogReporter):
     """A view on a terminal that is drawn anew several times a second, whatever the run does; lines
     where the terminal has been closed and the run goes on in a file."""
@@ -345,14 +352,10 @@ class LiveReporter(LogReporter):
             super().changed(kind, words)
 
     def message(self, text: str) -> None:
-        """Lines break between words; a path that is longer than a line stays one word."""
         if self._closed:
             super().message(text)
         else:
-            fill = textwrap.TextWrapper(
-                self.console.width, break_long_words=False, break_on_hyphens=False
-            ).fill
-            Reporter.message(self, "\n".join(map(fill, text.splitlines())))
+            Reporter.message(self, broken(text, self.console.width))
 
     def stopping(self, text: str) -> None:
         """Gives the terminal its cursor back: a second signal leaves no time for that."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,17 +90,19 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio, called as run_dir. It takes no id: a resumed run goes on with the newest of
-    that name in its project, so runs in folders of one name want projects of their own.
-    """
+    """A run of trackio, called as run_dir with a mark of its own behind: trackio goes on with the
+    newest run of a name, and folders of several runs may have one name."""
 
     def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
         trackio = optional("trackio", "log_to=trackio", "trackio")
+        name = Path(config.run_dir).name
+        resumed = run_id is not None or state.global_step > 0
+        self.run_id = run_id or (name if resumed else f"{name}-{secrets.token_hex(3)}")
         self._run = trackio.init(
             project=config.project,
-            name=Path(config.run_dir).name,
+            name=self.run_id,
             config=as_table(config),
-            resume="allow" if state.global_step else "never",
+            resume="allow" if resumed else "never",
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

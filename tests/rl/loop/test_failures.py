@@ -2,13 +2,18 @@
 
 import errno
 import json
+import resource
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from fxrl.engines import EngineError, GenerateTimeoutError, TorchEngine
 from fxrl.errors import ConfigError
+from fxrl.models import load_model
+from fxrl.models.hf import save_beside, save_pretrained
+from fxrl.rl.errors import StorageError
 from fxrl.rl.loop import build, checkpoint
 from fxrl.rl.report.files import JsonLines
 from fxrl.rl.train import main
@@ -201,6 +206,30 @@ def test_at_the_end_the_run_waits_for_room(config_file, monkeypatch, capsys):
     tries.clear()
     assert train(config_file, "less", "steps=1", "disk_retries=1") == 1
     assert "No space left on device" in error_of(capsys)
+
+
+@pytest.fixture
+def small_files():
+    """The system lets no file grow above 100,000 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_no_room_for_the_base_model(config_file, small_files, capsys):
+    """safetensors has an error of its own for what the system refuses."""
+    assert train(config_file, "out") == 1
+    assert "out/model could not be written: File too large; free some space" in error_of(capsys)
+    model, _ = load_model("tiny:llama")
+    with pytest.raises(OSError, match="File too large"):
+        save_pretrained(model, Path("whole"))  # the trained model, which is tried again
+    with pytest.raises(OSError, match="File too large"):
+        save_beside({"a": torch.zeros(99_999)}, Path("out"), "a.safetensors")
+    states = {"a": torch.zeros(99_999)}
+    parts = {"model": torch.nn.Linear(1, 1), "optimizer": states, "state": {}, "trainer": {}}
+    with pytest.raises(StorageError, match=r"checkpoints: File too large \(optimizer.pt\); free"):
+        checkpoint.save_checkpoint(Path("out"), 1, keep=1, **parts)
 
 
 def test_a_run_dir_that_cannot_be_made(config_file, capsys):

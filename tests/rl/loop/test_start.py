@@ -49,6 +49,27 @@ def test_what_is_wrong_moves_nothing(config_file, words):
     assert len(lines("a")) == 1
 
 
+@pytest.mark.parametrize(
+    "reads", ["model.id=a/final", "data.path=a/questions.jsonl", "eval.path=./a/questions.jsonl"]
+)
+def test_what_a_run_reads_is_not_moved_aside(config_file, reads, capsys):
+    assert train(config_file, "steps=1", "model.lora=none") == 0
+    Path("a/questions.jsonl").write_bytes(Path("questions.jsonl").read_bytes())
+    key, _, place = reads.partition("=")
+    assert train(config_file, reads, "model.lora=none", "--overwrite") == 2
+    assert f"aside, and {key}='{place}' lies in it; give another" in capsys.readouterr().out
+    assert not Path("a.1").exists()
+
+
+def test_an_error_breaks_between_words_on_a_terminal(config_file, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for a terminal
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["train", str(config_file), "stepz=1"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[-2:] == ["  stepz: no such key; did you mean", "'steps'?"]
+    assert all(len(line) <= 40 or " " not in line for line in told)
+
+
 def test_either_go_on_or_anew(config_file, capsys):
     assert train(config_file, "--resume", "--overwrite") == 2
     assert "not allowed with" in capsys.readouterr().err

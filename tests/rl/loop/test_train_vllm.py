@@ -98,6 +98,19 @@ def serves(base, adapter):
     assert moved > 1e-2, "an adapter that changes nothing would show nothing"
 
 
+@pytest.mark.parametrize("slots", ["8", "none"])
+def test_another_runs_adapter_is_trained_further(config_file, slots):
+    """In vLLM's slots, or folded into its weights."""
+    assert train(config_file, "first", "steps=1", f"vllm.max_lora_rank={slots}") == 0
+    further = ("model.id=first/final", "model.lora=none", f"vllm.max_lora_rank={slots}")
+    assert train(config_file, "second", "steps=2", *further) == 0
+    first, second = numbers("second")
+    for line in (first, second):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-3
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert second["kl"] > 1e-5
+
+
 @pytest.mark.parametrize("adapter", ["model.lora.r=4", "model.lora=none"])
 def test_a_value_head_is_the_trainers_alone(config_file, adapter):
     """However the weights get into vLLM, PPO's value head stays out of it."""

@@ -1,10 +1,12 @@
 """``run.html``: what it shows, of whom it believes nothing, and that a browser opens it."""
 
 import json
+import re
 import shutil
 import subprocess
 import tracemalloc
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from fxrl.cli import main
 from fxrl.errors import ForeignFileError, FxrlError
 from fxrl.files import replacing
+from fxrl.rl.report import page
 from fxrl.rl.report.page import SAMPLE_BYTES, write_page
 
 EVIL = "</script><script>document.title='taken'</script>"
@@ -252,3 +255,11 @@ def test_numbers_take_about_as_much_memory_as_their_text(tmp_path):
     for records, times in ((alike, 1), (others, 32)):
         folder = a_run(tmp_path / "run", records)
         assert peak_of_page(folder) < times * (folder / "metrics.jsonl").stat().st_size
+
+
+def test_lines_of_one_colour_are_told_apart_in_the_legend():
+    """As the chart draws them: the thin one of a step beside the mean of several, a dashed one."""
+    css = (Path(page.__file__).parent / "page.css").read_text()
+    drawn = set(re.findall(r"\.line\.(\w+)", css))
+    assert drawn >= {"thin", "dashed"}
+    assert drawn <= set(re.findall(r"\.legend i\.(\w+)", css))

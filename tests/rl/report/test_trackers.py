@@ -3,6 +3,7 @@
 import base64
 import http.server
 import json
+import re
 import sys
 import threading
 import types
@@ -60,7 +61,7 @@ def wandb(monkeypatch):
 def trackio(monkeypatch):
     """trackio 0.43's calls."""
     module = stand_in(monkeypatch, "trackio")
-    module.logged = []
+    module.logged, module.all_given = [], []
 
     class Run:
         def log(self, metrics, step=None):
@@ -71,6 +72,7 @@ def trackio(monkeypatch):
 
     def init(project, name=None, group=None, space_id=None, config=None, resume="never"):
         module.given = {"project": project, "name": name, "resume": resume}
+        module.all_given.append(module.given)
         return Run()
 
     module.init = init
@@ -126,7 +128,8 @@ def test_all_of_them_get_every_number(config_file, wandb, trackio, mlflow):
     assert [one.pop("step") for one in run.logged] == [0, 1, 2]
     assert "eval/accuracy" in run.logged[0]
     assert run.logged[1:] == expected
-    assert trackio.given == {"project": "sums", "name": "a", "resume": "never"}
+    assert re.fullmatch("a-[0-9a-f]{6}", trackio.given["name"])
+    assert trackio.given | {"name": ""} == {"project": "sums", "name": "", "resume": "never"}
     assert trackio.logged[1:] == [(1, expected[0]), (2, expected[1]), "finished"]
     assert mlflow.started == [(None, "a", False)]
     assert mlflow.logged[1:3] == [(i + 1, e, "id-of-mlflow") for i, e in enumerate(expected)]
@@ -143,7 +146,21 @@ def test_a_resumed_run_is_the_same_run(config_file, wandb, mlflow, trackio):
     assert [run.id for run in wandb.runs] == ["id-of-wandb"] * 2
     assert [one["step"] for one in wandb.runs[1].logged] == [2]
     assert mlflow.started[1] == ("id-of-mlflow", "a", False)
-    assert trackio.given["resume"] == "allow"
+    [name] = {given["name"] for given in trackio.all_given}
+    assert trackio.given == {"project": "fxrl", "name": name, "resume": "allow"}
+
+
+def test_runs_in_folders_of_one_name_stay_apart(config_file, trackio):
+    """trackio itself knows its runs by their names alone."""
+    names = "log_to=['trackio']"
+    for folder in ("one/a", "two/a"):
+        assert train(config_file, names, "steps=1", f"run_dir={folder}") == 0
+    assert train(config_file, names, "run_dir=one/a", resume="") == 0
+    one, two, again = (given["name"] for given in trackio.all_given)
+    assert one == again != two
+    Path("one/a/trackers.json").unlink()  # as of a run that began before names were kept
+    assert train(config_file, names, "steps=3", "run_dir=one/a", resume="") == 0
+    assert trackio.given["name"] == "a"
 
 
 def test_a_package_that_is_missing_is_named_before_the_start(config_file, monkeypatch, capsys):
