@@ -30,6 +30,8 @@ _PLAIN = {
 }
 _TRIES = 4  # a break is met again as Dynamo backs out of one function after another
 _CURE = "move that code out of the loss, or write it with tensor ops"
+_DISABLED = "torch.compiler.disable"
+_CURE_OF_DISABLED = "take that mark off the function, or do without the option that calls it"
 
 
 class SizesFromDataError(Exception):
@@ -71,9 +73,13 @@ def break_remarks(
 ) -> Report:
     """One remark for each break."""
     return Report.of(
-        Remark(kind, "capture", site, found.source, f"graph break: {found.reason}", _CURE)
+        Remark(kind, "capture", site, found.source, f"graph break: {found.reason}", _cure(found))
         for found in breaks
     )
+
+
+def _cure(found: GraphBreak) -> str:
+    return _CURE_OF_DISABLED if _DISABLED in found.reason else _CURE
 
 
 def place_of(frames: Iterable[FrameSummary]) -> tuple[str, str]:
