@@ -139,10 +139,20 @@ def _before_round_trip(node: fx.Node) -> fx.Node | None:
     value, wide = tensor_val(cast.args[0]), tensor_val(cast)
     if value is None or wide is None or node.meta["val"].dtype != value.dtype:
         return None
-    if not value.is_floating_point() or torch.promote_types(value.dtype, wide.dtype) != wide.dtype:
+    if not _holds(wide.dtype, value.dtype):
         return None
     source: Any = cast.args[0]
     return source  # type: ignore[no-any-return]
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of one floating dtype is one of the other; ``torch.promote_types`` knows
+    no float8."""
+    if not (wide.is_floating_point and narrow.is_floating_point):
+        return False
+    more, less = torch.finfo(wide), torch.finfo(narrow)
+    least = [one.smallest_normal * one.eps for one in (more, less)]
+    return more.eps <= less.eps and more.max >= less.max and least[0] <= least[1]
 
 
 def _only_casts(node: fx.Node) -> bool:

@@ -107,6 +107,9 @@ def never_captured(reason: str) -> Callable[[_F], _F]:
     return disabled
 
 
+TRAMPOLINES: str = torch._dynamo.variables.misc.__name__  # home of what calls an allowed autograd.Function
+
+
 def in_graph(function: _F) -> _F:
     """``torch.compiler.allow_in_graph``, which is public and untyped: one call, not looked into."""
     allowed: _F = torch.compiler.allow_in_graph(function)

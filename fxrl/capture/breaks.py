@@ -36,6 +36,8 @@ _WRAPPERS = tuple(
     os.path.join(os.path.dirname(torch.__file__), *parts, "")
     for parts in (("distributed",), ("nn", "parallel"))
 )
+_DISABLED = "torch.compiler.disable"
+_CURE_OF_DISABLED = "take that mark off the function, or do without the option that calls it"
 
 
 class SizesFromDataError(Exception):
@@ -108,6 +110,10 @@ def _graph_break(reason: Any) -> GraphBreak:
     source, code = place_of(reason.user_stack)
     words = f"{in_one_line(str(reason.reason))}, in {code}"
     files = [frame.filename for frame in reason.user_stack]
-    if all(map(is_library, files)) or files[-1].startswith(_WRAPPERS):  # no line to be moved
+    if files[-1].startswith(_WRAPPERS):
+        return GraphBreak(words, source, "")
+    if _DISABLED in words:
+        return GraphBreak(words, source, _CURE_OF_DISABLED)
+    if all(map(is_library, files)):  # no line to be moved
         return GraphBreak(words, source, "")
     return GraphBreak(words, source)

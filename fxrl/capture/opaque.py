@@ -7,7 +7,7 @@ original call is put back in its place, its submodules included.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxrl.capture._torch import TRAMPOLINES
 from fxrl.ir.graph import HigherOrderOperator, is_view, memory_like
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -62,14 +63,62 @@ def is_opaque(node: fx.Node) -> bool:
     """Whether a Dynamo node stays one call.
 
     Attention stays whole because which kernel it becomes depends on whether gradients are needed,
-    which AOTAutograd decides; higher-order ops because their bodies have their own backward.
+    which AOTAutograd decides; higher-order ops because their bodies have their own backward; what
+    ``allow_in_graph`` has kept from Dynamo where it calls an ``autograd.Function``.
     """
-    return node.op == "call_function" and (node.target is _SDPA or is_whole(node))
+    if node.op != "call_function":
+        return False
+    return node.target is _SDPA or is_whole(node) or _has_own_backward(node)
 
 
 def is_whole(node: fx.Node) -> bool:
     """Whether an opaque call gets its tensors as they are; autocast changes those of attention."""
     return isinstance(node.target, HigherOrderOperator)
+
+
+def _has_own_backward(node: fx.Node) -> bool:
+    """Whether a call that Dynamo did not look into was recorded by an ``autograd.Function``."""
+    home = getattr(node.target, "__module__", None) or ""
+    if home.startswith(("torch.", "_operator", "math")) and home != TRAMPOLINES:
+        return False
+    known = {value.grad_fn for arg in node.all_input_nodes for value in _tensors_of(arg)}
+    waiting = [value.grad_fn for value in _tensors_of(node)]
+    for recorded in waiting:  # which grows meanwhile
+        if recorded is None or recorded in known:
+            continue
+        if isinstance(recorded, torch.autograd.function.BackwardCFunction):
+            return True
+        known.add(recorded)
+        waiting += [earlier for earlier, _ in recorded.next_functions]
+    return False
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class _Bound:
+    """A function with all of its arguments but the tensors and sizes, which an FX graph may not be
+    able to hold, under the autocast settings that it was called under."""
+
+    def __init__(
+        self, function: Callable[..., Any], spec: Any, flat: list[Any], casts: Autocasts
+    ) -> None:
+        self._function, self._spec, self._casts = function, spec, casts
+        self._flat = [_GIVEN if isinstance(leaf, _VALUES) else leaf for leaf in flat]
+        self.__name__, self.__module__ = function.__name__, function.__module__
+
+    def __call__(self, *given: Any) -> Any:
+        values = iter(given)
+        flat = [next(values) if leaf is _GIVEN else leaf for leaf in self._flat]
+        args, kwargs = pytree.tree_unflatten(flat, self._spec)
+        with under(self._casts):
+            return self._function(*args, **kwargs)
+
+
+_GIVEN = object()
+_VALUES = (torch.Tensor, torch.SymInt, fx.Node)
 
 
 class OpaqueCalls:
@@ -136,8 +185,12 @@ class OpaqueCalls:
                 return self._submodule(lowered, value)
             return value
 
-        args, kwargs = pytree.tree_unflatten([leaf(value) for value in flat], spec)
         target: Any = node.target
+        if target is _SDPA or is_whole(node):
+            args, kwargs = pytree.tree_unflatten([leaf(value) for value in flat], spec)
+        else:
+            args, kwargs = [leaf(value) for value in flat if isinstance(value, _VALUES)], {}
+            target = _Bound(target, spec, flat, casts)
         if target is _SDPA:
             target = torch.ops.aten.scaled_dot_product_attention.default
         original = lowered.graph.call_function(target, tuple(args), kwargs)

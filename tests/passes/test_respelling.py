@@ -382,6 +382,26 @@ return %sin""",
     assert torch.equal(gm(x)[0] if isinstance(gm(x), tuple) else gm(x), cast(x))
 
 
+@pytest.mark.parametrize(
+    ("narrow", "wide", "is_nothing"),
+    [
+        (torch.float16, torch.bfloat16, False),  # wider in range alone
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.float8_e5m2, torch.float8_e4m3fn, False),
+        (torch.float8_e8m0fnu, torch.float16, False),
+    ],
+)
+def test_a_cast_is_nothing_where_the_wider_dtype_holds_every_number(narrow, wide, is_nothing):
+    def cast(x):
+        return x.to(wide).to(narrow).to(torch.float32).sin()
+
+    x = (40 * draw(3, 4).detach()).to(narrow)
+    gm = lowered(cast, x, respelled=False)
+    EliminateNoops().run(gm)
+    assert print_graph(gm).count("aten._to_copy") == (1 if is_nothing else 3)
+    torch.testing.assert_close(gm(x)[0], cast(x), rtol=0, atol=0, equal_nan=True)
+
+
 def test_what_the_graph_returns_stays():
     gm = lowered(lambda x: x.view(2, 6).view(3, 4), draw(3, 4), respelled=False)
     assert not EliminateNoops().run(gm).remarks

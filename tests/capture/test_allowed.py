@@ -1,0 +1,141 @@
+"""What ``allow_in_graph`` keeps from Dynamo has the backward that it was given."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxrl
+
+HIDDEN, VOCAB = 8, 19
+STRICT = fxrl.Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """An argument that no FX graph can hold."""
+
+    gain: float = 3.0
+
+
+SETTINGS = Settings()
+
+
+class Clipped(torch.autograd.Function):
+    """A product whose backward is no derivative of its forward, as of float8's."""
+
+    @staticmethod
+    def forward(ctx, x, weight, settings):
+        ctx.save_for_backward(x, weight)
+        ctx.gain = settings.gain
+        return (ctx.gain * x).clamp(-1, 1) @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        found = x.flatten(0, -2).t() @ grad.flatten(0, -2)
+        return ctx.gain * grad @ weight.t(), 2 * found, None
+
+
+@torch.compiler.allow_in_graph
+class Allowed(Clipped):
+    pass
+
+
+def by_class(x, weight):
+    return Allowed.apply(x, weight, SETTINGS)
+
+
+@torch.compiler.allow_in_graph
+def by_function(x, weight):
+    return Clipped.apply(x, weight, SETTINGS).sin()
+
+
+@torch.compiler.allow_in_graph
+def without(x, weight):
+    return x @ weight
+
+
+def under_autocast(x, weight):
+    with torch.autocast("cpu", torch.bfloat16):
+        return by_function(x.float(), weight.float()).double()
+
+
+def without_gradient(x, weight):
+    return by_function(x.detach(), weight.detach()) + x
+
+
+class Layer(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.call = call
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        return x + self.call(self.norm(x), self.weight)
+
+
+class Model(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.layers = nn.ModuleList(Layer(call) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss_fn(model, ids):
+    return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def through_log_probs(model, ids):
+    logps = model(ids)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
+    return -by_class(logps.expand(-1, -1, HIDDEN), torch.eye(HIDDEN).double()).mean()
+
+
+@pytest.mark.parametrize(
+    ("call", "loss"),
+    [
+        (by_class, loss_fn),
+        (by_function, loss_fn),
+        (without, loss_fn),
+        (under_autocast, loss_fn),
+        (without_gradient, loss_fn),
+        (without, through_log_probs),
+    ],
+)
+def test_gradients_are_those_of_its_own_backward(call, loss):
+    torch.manual_seed(0)
+    model = Model(call).double()
+    step = fxrl.optimize(model, loss, STRICT)
+    for length in (7, 9):
+        ids = torch.randint(VOCAB, (2, length), generator=torch.manual_seed(length))
+        eager, found = loss(model, ids), step(ids)
+        torch.testing.assert_close(found, eager, rtol=1e-12, atol=1e-12)
+        weights = [*model.parameters()]
+        grads = [torch.autograd.grad(x, weights, allow_unused=True) for x in (found, eager)]
+        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+    assert len(step.captures) == 1
+    assert any(r.pass_name == "fuse-linear-logprob" for r in step.report.of_kind("applied"))
+
+
+def test_logits_that_enter_it_are_a_miss():
+    torch.manual_seed(0)
+    model = Model(without).double()
+
+    def loss(model, ids):
+        logits = by_function(model(ids), torch.eye(VOCAB).double())
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    with pytest.raises(fxrl.errors.MissedRewriteError, match="by_function, an autograd"):
+        fxrl.optimize(model, loss, STRICT)(torch.randint(VOCAB, (2, 7)))
