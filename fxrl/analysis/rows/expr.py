@@ -82,6 +82,18 @@ class Leaf:
         return self.token_sizes is not None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenGradient:
+    """What an expression calls for values whose gradient is given; see ``ir.graph.WITH_GRADIENT``.
+
+    Its operands are the inputs that get a gradient, the values, and what ``backward`` reads.
+    """
+
+    backward: fx.GraphModule  # of rows
+    inputs: int
+    values: int
+
+
 class RowExpr:
     """A node of the expression DAG: a leaf, or an op over expressions. Compare by identity."""
 

@@ -13,6 +13,7 @@ is itself vocabulary-sized would keep the memory the rewrite is to free, so its 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -101,6 +102,25 @@ class RowRules:
         if is_pointwise(node):
             return self._pointwise(self, node)
         raise Refusal(f"no row rule for {target}")
+
+    def follow(self, node: fx.Node) -> None:
+        """Remember what a node that reads a row value is. Raises ``Refusal`` as ``apply`` does."""
+        if node.target is operator.getitem:
+            several: Any = self.values[node.args[0]]  # type: ignore[index]
+            self.values[node] = several[node.args[1]]
+        else:
+            self.values[node] = self.apply(node)
+
+    def fresh(self) -> RowRules:
+        """Equal rules for another graph."""
+        return RowRules(
+            self._wide,
+            self._table,
+            self._pointwise,
+            narrow_products=self.narrow_products,
+            guards=self._guards,
+            asserted=self._asserted,
+        )
 
     def row(self, node: object) -> RowValue | None:
         """The row value of a graph value, or None."""
