@@ -1480,6 +1480,24 @@ def rows_picked_by_a_mask_that_broadcasts(hidden, weight, ids, mask):
     return F.cross_entropy(rows, torch.masked_select(ids[:, 1:], keep))
 
 
+@shape(APPLY)
+def unlikelihood_of_earlier_tokens(hidden, weight, ids, mask):
+    z, y = head(hidden, weight), ids[:, 1:]
+    earlier = y[:, None].expand(-1, y.size(1), -1).tril(-1)
+    unlike = torch.zeros_like(z).scatter_(-1, earlier, 1.0).scatter_(-1, y[..., None], 0.0)
+    lp = z.log_softmax(-1)
+    return _mean(-(torch.log1p(-lp.exp()) * unlike).sum(-1), mask[:, 1:]) - lp.mean()
+
+
+@shape(APPLY)
+def counts_of_earlier_tokens(hidden, weight, ids, mask, adv):
+    z, y = head(hidden, weight), ids[:, :-1]
+    n = y.size(1)
+    ones = torch.ones(n, n, dtype=z.dtype).tril()[None].expand(len(z), -1, -1)
+    counts = torch.zeros_like(z).scatter_add(-1, y[:, None].expand(-1, n, -1), ones)
+    return _pg(_logp(z - 0.1 * counts, ids[:, 1:]), mask, adv)
+
+
 # ---------------------------------------------------------------- the user's own autograd.Function
 class _ManualCE(torch.autograd.Function):
     @staticmethod

@@ -103,9 +103,9 @@ class RowEmitter:
         for step in leaf.steps:
             node = self._step(self._regroup(node, tokens, step.sizes), step)
             tokens = step.result
-        if len(tokens) == 1 and shape_of(node)[1:] == leaf.local_sizes:
+        if len(tokens) == 1 and spelled_alike(shape_of(node)[1:], leaf.local_sizes):
             return node
-        return self.call(aten.reshape.default, node, [-1, *leaf.local_sizes])
+        return self.call(aten.reshape.default, node, [-1, *map(self._sized, leaf.local_sizes)])
 
     def _sized(self, arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):
@@ -132,7 +132,7 @@ class RowEmitter:
             raise Refusal("two token sizes are not available as graph values")
         if missing == 0 and len(args) == 1:
             args = [-1]
-        return [-1 if arg is None else arg for arg in args] + [int(size) for size in rest]
+        return [-1 if arg is None else arg for arg in args] + list(map(self._sized, rest))
 
     def _step(self, node: fx.Node, step: RowStep) -> fx.Node:
         if step.kind == "split":

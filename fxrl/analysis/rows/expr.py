@@ -73,7 +73,7 @@ class Leaf:
     prepare: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     # Its token dims then; None for a shared input, the same for every row.
     token_sizes: tuple[Any, ...] | None = None
-    local_sizes: tuple[int, ...] = ()  # its local dims
+    local_sizes: tuple[Size, ...] = ()  # its local dims
     steps: tuple[RowStep, ...] = ()  # row selections, in order
 
     @property

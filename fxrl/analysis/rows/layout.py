@@ -387,15 +387,22 @@ def _own_dim(value: RowValue, dim: int, what: str) -> int:
     return dim
 
 
-def _matching(rules: RowRules, value: RowValue, other: fx.Node, dim: int, what: str) -> RowExpr:
+def _matching(
+    rules: RowRules,
+    value: RowValue,
+    other: fx.Node,
+    dim: int,
+    what: str,
+    *,
+    any_width: bool = False,
+) -> RowExpr:
     """An index or source of the same rows, free in size along ``dim`` only."""
     sizes = shape_of(other)
     for d, (mine, its) in enumerate(zip(value.sizes, sizes, strict=True)):
         if d != dim and not rules.same_size(mine, its):
             raise Refusal(f"{what} covers only part of the tokens")
-    return operand(
-        rules, other, value.retagged(dim, rules.tag_of_size(sizes[dim])), sizes, each=True
-    )
+    tags = value.retagged(dim, rules.tag_of_size(sizes[dim]))
+    return operand(rules, other, tags, sizes, each=True, any_width=any_width)
 
 
 def gather(rules: RowRules, node: fx.Node) -> RowValue:
@@ -409,8 +416,8 @@ def gather(rules: RowRules, node: fx.Node) -> RowValue:
 def scatter(rules: RowRules, node: fx.Node) -> RowValue:
     value, given = sole_row(rules, node), bound(node)
     dim = _own_dim(value, given["dim"], "scatter")
-    rows = {
-        name: _matching(rules, value, given[name], dim, "scatter's index")
+    rows = {  # of as many entries as there are tokens, where those are listed that came before
+        name: _matching(rules, value, given[name], dim, "scatter's index", any_width=True)
         for name in ("index", "src")
         if tensor_val(given.get(name)) is not None
     }
