@@ -21,7 +21,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrl.analysis.attention import SDPA
 from fxrl.analysis.layers import layer_path
 from fxrl.analysis.rows.heads import CLASS_OPS, feeds_class_op
-from fxrl.ir.graph import CHECKPOINT, PRODUCTS, body_of, inline, is_call, is_tensor
+from fxrl.ir.graph import (
+    CHECKPOINT,
+    HALVES,
+    PRODUCTS,
+    Halves,
+    body_of,
+    inline,
+    is_call,
+    is_tensor,
+)
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
@@ -64,7 +73,15 @@ class OpenLossCheckpoints(Normalisation[Site]):
 
 def _computes_over_classes(body: fx.Graph) -> bool:
     """Whether a body has the loss in it. A layer's router computes over classes, too."""
-    return any(is_call(node, *CLASS_OPS) for node in _besides_layers(body))
+    return any(map(_is_over_classes, _besides_layers(body)))
+
+
+def _is_over_classes(node: fx.Node) -> bool:
+    """Whether an op, or the forward of an ``autograd.Function``, treats a dim as classes."""
+    halves = node.meta.get(HALVES)
+    if isinstance(halves, Halves):
+        return any(map(_is_over_classes, halves.forward.graph.nodes))
+    return is_call(node, *CLASS_OPS)
 
 
 def _makes_logits(call: fx.Node, body: fx.GraphModule) -> bool:

@@ -551,11 +551,17 @@ def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _attribute_of(self: Any, tx: Any, name: str) -> Any:
-    """A ``LoggerAdapter``'s log methods are its logger's, which are left out."""
+    """A ``LoggerAdapter``'s log methods are its logger's, which are left out; keys are attributes
+    where a dictionary's class says so: ``__getattr__ = dict.__getitem__``."""
     if isinstance(self.value, logging.LoggerAdapter) and name.startswith(LEVELS):
         method = getattr(self.value, name)
         if callable(method):
             return IgnoredFunctionVariable(method)
+    kind = type(self.value)
+    found = getattr(kind, "__getattr__", None)
+    is_key = found in (dict.__getitem__, dict.get) and not hasattr(kind, name)
+    if is_key and name not in vars(self.value):
+        return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
     return _attribute(self, tx, name)
 
 

@@ -43,6 +43,7 @@ from fxrl.capture._torch import (
     without_functionalize_key,
 )
 from fxrl.capture.checks import check
+from fxrl.capture.functions import lower_functions
 from fxrl.capture.opaque import OpaqueCalls, is_opaque, is_whole, under
 from fxrl.capture.writes import DATA_GIVEN, Functional, refuse_lost_values, storage_of, unwrap
 from fxrl.ir.build import Builder
@@ -151,6 +152,7 @@ def lower(
         _check_gradients(gm, lowered)
     known = {} if known is None else known
     _lower_bodies(lowered, grad_enabled, known)
+    lower_functions(lowered, lower)
     _equate_gathers(lowered.graph)
     lowered.recompile()
     return lowered
@@ -397,6 +399,10 @@ def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: li
     parameter or buffer."""
     theirs = gm.graph.find_nodes(op="placeholder")
     ours = lowered.graph.find_nodes(op="placeholder")
+    taken = {source.name for source in theirs}
+    for node in lowered.graph.nodes:
+        if node.name in taken and node.op != "placeholder":  # an input of a body is some op's value
+            node._rename(f"{node.name}_here")
     for source, node, example in zip(theirs, ours, examples, strict=True):
         node.name = node.target = source.name
         node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad

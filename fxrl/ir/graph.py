@@ -7,7 +7,8 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -280,8 +281,47 @@ class _CallLayer(HigherOrderOperator):  # type: ignore[misc, valid-type]  # a ty
         return body(*inputs)
 
 
+class _WithGradient(HigherOrderOperator):  # type: ignore[misc, valid-type]
+    """``with_gradient(backward, inputs, values, *given)``: values with a gradient of their own.
+
+    ``given`` are the inputs, the values and what ``backward`` reads beside the values' gradients;
+    ``inputs`` and ``values`` count the first two. A tuple of the values comes back;
+    ``backward(*grads, *saved)`` has a gradient, or None, for each input.
+    """
+
+    def __call__(self, backward: fx.GraphModule, inputs: int, values: int, *given: Any) -> Any:
+        def forward(ctx: Any, *given: Any) -> Any:
+            ctx.others = [None if isinstance(x, torch.Tensor) else x for x in given]
+            ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in given))
+            return tuple(value.view_as(value) for value in given[inputs : inputs + values])
+
+        def differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
+            both = zip(ctx.saved_tensors, ctx.others, strict=True)
+            saved = [x if x is not None else other for x, other in both][inputs + values :]
+            return *backward(*grads, *saved), *(None for _ in ctx.others[inputs:])
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+        return type("Given", (torch.autograd.Function,), methods).apply(*given)  # type: ignore[attr-defined]
+
+
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 CALL_LAYER = _CallLayer("fxrl_layer")
+#: ``(forward, backward, *inputs)``: the user's own ``autograd.Function``, as Dynamo traces it.
+AUTOGRAD_FUNCTION = torch.ops.higher_order.autograd_function_apply
+#: Where such a call keeps its ``Halves``, or says why it has none.
+HALVES = "halves"
+WITH_GRADIENT = _WithGradient("fxrl_with_gradient")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Halves:
+    """An ``autograd.Function`` as two graphs of ATen ops that write nothing."""
+
+    forward: fx.GraphModule  # inputs -> (values, what it saves), two tuples
+    backward: fx.GraphModule  # gradients of ``trained``, what was saved -> gradients of the inputs
+    trained: tuple[int, ...]  # the values that have a gradient
+
+
 #: Calls that run a graph as it stands, handed over as their first argument; inputs follow.
 WRAPPERS = (CHECKPOINT, CALL_LAYER)
 _CONTEXT_FN = "_checkpoint_context_fn"
@@ -310,7 +350,7 @@ def set_body(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
     """Let a call of a layer run ``body``, which takes and returns the same."""
     before = call.args[0]
     with call.graph.inserting_before(call):
-        call.args = (call.graph.get_attr(_hold(gm, body)), *call.args[1:])
+        call.args = (call.graph.get_attr(hold(gm, body)), *call.args[1:])
     if isinstance(before, fx.Node) and not before.users:
         call.graph.erase_node(before)
 
@@ -348,28 +388,10 @@ def clone(
 
 
 def inline(call: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
-    """Replace a call by the nodes of its body. Returns all nodes that were made.
-
-    The calling graph takes over the body's constants, and a copy of each graph that it holds:
-    passes may change these differently for each call.
-    """
-    graph, owner = call.graph, call.graph.owning_module
-    assert owner is not None
-    places: dict[fx.Node, Any] = {}
-    places.update(zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True))
-    made = []
+    """Replace a call by the nodes of its body. Returns all nodes that were made."""
+    graph = call.graph
     with graph.inserting_before(call):
-        for node in body.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            copy = places[node] = graph.node_copy(node, places.__getitem__)
-            made.append(copy)
-            if node.op == "get_attr":
-                held = getattr(body, str(node.target))
-                if isinstance(held, fx.GraphModule):
-                    held = clone(held)
-                    made += [inner for each in graphs_of(held) for inner in each.nodes]
-                copy.target = _hold(owner, held)
+        places, made = splice(graph, body, call.args[1:])
     results: Any = body.graph.output_node().args[0]
     for item in list(call.users):
         item.replace_all_uses_with(places[results[item.args[1]]])
@@ -378,7 +400,35 @@ def inline(call: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     return made
 
 
-def _hold(owner: torch.nn.Module, value: Any) -> str:
+def splice(
+    graph: fx.Graph, body: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
+    """Put the nodes of a body at the graph's insertion point. Returns what each stands for there,
+    and all nodes that were made.
+
+    The graph takes over the body's constants, and a copy of each graph that it holds: passes may
+    change these differently for each call.
+    """
+    owner = graph.owning_module
+    assert owner is not None
+    places: dict[fx.Node, Any] = {}
+    places.update(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    made = []
+    for node in body.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        copy = places[node] = graph.node_copy(node, places.__getitem__)
+        made.append(copy)
+        if node.op == "get_attr":
+            held = getattr(body, str(node.target))
+            if isinstance(held, fx.GraphModule):
+                held = clone(held)
+                made += [inner for each in graphs_of(held) for inner in each.nodes]
+            copy.target = hold(owner, held)
+    return places, made
+
+
+def hold(owner: torch.nn.Module, value: Any) -> str:
     """The name of a constant or a graph that a graph module holds, from now on."""
     held = (*owner._modules.items(), *owner._buffers.items(), *owner._parameters.items())
     for name, known in held:

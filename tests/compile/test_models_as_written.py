@@ -81,6 +81,22 @@ def namespace(model: Model, ids: Tensor) -> Any:
     return SimpleNamespace(logits=model.head(model.hidden(ids)), aux=None)
 
 
+class Keys(dict):
+    """Small programs keep their settings so."""
+
+    __getattr__ = dict.__getitem__
+
+
+SETTINGS = Keys(scale=2.0, softcap=Keys(value=30.0))
+
+
+def keys_as_attributes(model: Model, ids: Tensor) -> Any:
+    scaled = model.head(model.hidden(ids)) / SETTINGS.scale
+    assert "scale" in SETTINGS
+    assert SETTINGS.copy is not None  # a method, no key
+    return Output(SETTINGS.softcap.value * torch.tanh(scaled / SETTINGS.softcap.value))
+
+
 def written_namespace(model: Model, ids: Tensor) -> Any:
     found = SimpleNamespace(hidden=model.hidden(ids), scale=0)
     found.scale = 2
@@ -184,6 +200,7 @@ DRAWS = (make_batch(), make_batch(4, 9, seed=2))
 USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = [
     (namespace, mean_logp, DRAWS),
     (written_namespace, mean_logp, DRAWS[:1]),
+    (keys_as_attributes, mean_logp, DRAWS[:1]),
     (class_names, mean_logp, DRAWS[:1]),
     (own_activation, mean_logp, DRAWS[:1]),
     (running_statistics, mean_logp, DRAWS),

@@ -289,9 +289,7 @@ def case_einsum_head(hidden, weight, bias, ids, mask, *, adv, **kw):
     return _pg(_logp(torch.einsum("bth,vh->btv", hidden, weight)[:, :-1], ids[:, 1:]), mask, adv)
 
 
-class _OpaqueCE(
-    torch.autograd.Function
-):  # stands in for flash_attn's Triton cross entropy (in-place backward)
+class _OpaqueCE(torch.autograd.Function):  # flash_attn's cross entropy (in-place backward)
     @staticmethod
     def forward(ctx, z, t):
         lp = torch.log_softmax(z, -1)
@@ -307,10 +305,9 @@ class _OpaqueCE(
 
 
 @case(
-    not_fusable("logits enter an opaque autograd.Function / custom kernel"),
-    "verl, skyrl, openrlhf when flash-attn is installed: flash_attn.ops.triton.cross_entropy",
+    FUSABLE,
+    "an autograd.Function: what verl, skyrl and openrlhf call of flash-attn, in PyTorch ops",
     group="pg",
-    note="very common in production installs: a whitelist entry (flash-attn CE == -log_softmax.gather) turns it FUSABLE",
 )
 def case_opaque_autograd_function_ce(hidden, weight, bias, ids, mask, *, adv, **kw):
     z = F.linear(hidden[:, :-1].flatten(0, 1), weight)

@@ -1478,3 +1478,187 @@ def rows_picked_by_a_mask_that_broadcasts(hidden, weight, ids, mask):
     keep = mask[:, 1:] == 1
     rows = torch.masked_select(head(hidden, weight), keep[..., None]).view(-1, len(weight))
     return F.cross_entropy(rows, torch.masked_select(ids[:, 1:], keep))
+
+
+@shape(APPLY)
+def unlikelihood_of_earlier_tokens(hidden, weight, ids, mask):
+    z, y = head(hidden, weight), ids[:, 1:]
+    earlier = y[:, None].expand(-1, y.size(1), -1).tril(-1)
+    unlike = torch.zeros_like(z).scatter_(-1, earlier, 1.0).scatter_(-1, y[..., None], 0.0)
+    lp = z.log_softmax(-1)
+    return _mean(-(torch.log1p(-lp.exp()) * unlike).sum(-1), mask[:, 1:]) - lp.mean()
+
+
+@shape(APPLY)
+def counts_of_earlier_tokens(hidden, weight, ids, mask, adv):
+    z, y = head(hidden, weight), ids[:, :-1]
+    n = y.size(1)
+    ones = torch.ones(n, n, dtype=z.dtype).tril()[None].expand(len(z), -1, -1)
+    counts = torch.zeros_like(z).scatter_add(-1, y[:, None].expand(-1, n, -1), ones)
+    return _pg(_logp(z - 0.1 * counts, ids[:, 1:]), mask, adv)
+
+
+# ---------------------------------------------------------------- the user's own autograd.Function
+class _ManualCE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, y):
+        p = z.softmax(-1)
+        ctx.save_for_backward(p, y)
+        return -p[torch.arange(len(y)), y].log()
+
+    @staticmethod
+    def backward(ctx, grad):
+        p, y = ctx.saved_tensors
+        d = p.clone()
+        d[torch.arange(len(y)), y] -= 1
+        return d * grad[:, None], None
+
+
+class _LogProbAndEntropy(torch.autograd.Function):
+    """Saves what it returns, and has in-place ops in its backward, as Megatron's has."""
+
+    @staticmethod
+    def forward(ctx, z, y, temperature):
+        lp = (z / temperature).log_softmax(-1)
+        entropy = -(lp.exp() * lp).sum(-1)
+        ctx.save_for_backward(lp, entropy, y)
+        ctx.temperature = temperature
+        return lp.gather(-1, y[..., None])[..., 0], entropy
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy):
+        lp, entropy, y = ctx.saved_tensors
+        p = lp.exp()
+        d = (lp + entropy[..., None]).mul_(p).mul_(-grad_entropy[..., None])
+        d.sub_(p * grad[..., None]).scatter_add_(-1, y[..., None], grad[..., None])
+        return d / ctx.temperature, None, None
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        lp = z - z.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(lp)
+        return lp
+
+    @staticmethod
+    def backward(ctx, grad):
+        (lp,) = ctx.saved_tensors
+        return grad - lp.exp() * grad.sum(-1, keepdim=True)
+
+
+class _ClassWeighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, y, weight):
+        lp = z.log_softmax(-1)
+        ctx.save_for_backward(lp, y, weight)
+        return -(lp * weight).gather(-1, y[..., None])[..., 0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        lp, y, weight = ctx.saved_tensors
+        scaled = (grad * weight[y])[..., None]
+        return (lp.exp() * scaled).scatter_add(-1, y[..., None], -scaled), None, None
+
+
+class _TopK(torch.autograd.Function):
+    """A filter: the mask comes back too, and has no gradient."""
+
+    @staticmethod
+    def forward(ctx, z, k):
+        keep = z >= z.topk(k, -1).values[..., -1:]
+        ctx.save_for_backward(keep)
+        ctx.mark_non_differentiable(keep)
+        return z.masked_fill(~keep, -1e4), keep
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        (keep,) = ctx.saved_tensors
+        return grad.masked_fill(~keep, 0.0), None
+
+
+class _ClippedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.where(grad.abs() > 1e-3, 1e-3 * grad.sign(), grad)
+
+
+class _NormedGradient(_ClippedGradient):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm()
+
+
+class _NoisyLogits(_ClippedGradient):
+    @staticmethod
+    def forward(ctx, z):
+        return z + torch.rand_like(z)
+
+
+@shape(APPLY)
+def function_with_one_entry_written_in_its_backward(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    lp = -_ManualCE.apply(z.flatten(0, 1), ids[:, 1:].flatten())
+    return _pg(lp.view(ids.size(0), -1), mask, adv)
+
+
+@shape(APPLY)
+def function_of_two_values_beside_other_readers(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    lp, entropy = _LogProbAndEntropy.apply(z, ids[:, 1:], 0.8)
+    z_loss = _mean(z.logsumexp(-1) ** 2, mask[:, 1:])
+    loss = _pg(lp, mask, adv) - 0.01 * _mean(entropy, mask[:, 1:]) + 1e-3 * z_loss
+    return loss, {"entropy": entropy.mean(), "hits": (z.argmax(-1) == ids[:, 1:]).double().mean()}
+
+
+@shape(APPLY)
+def function_of_each_sequence(hidden, weight, ids, mask, adv):
+    rows = zip(head(hidden, weight), ids[:, 1:], strict=True)
+    return _pg(torch.stack([_LogProbAndEntropy.apply(z, y, 1.0)[0] for z, y in rows]), mask, adv)
+
+
+@shape(APPLY)
+def function_in_a_checkpoint(hidden, weight, ids, mask, adv):
+    def logp(z, y):
+        return _LogProbAndEntropy.apply(z, y, 0.9)[0]
+
+    z = head(hidden, weight)
+    return _pg(checkpoint(logp, z, ids[:, 1:], use_reentrant=False), mask, adv)
+
+
+@shape(APPLY)
+def function_that_saves_what_it_returns(hidden, weight, ids, mask, adv):
+    lp = _LogSoftmax.apply(head(hidden, weight))
+    return _pg(lp.gather(-1, ids[:, 1:, None])[..., 0], mask, adv)
+
+
+@shape(APPLY)
+def function_with_weights_of_classes(hidden, weight, ids, mask, bias):
+    return _mean(_ClassWeighted.apply(head(hidden, weight), ids[:, 1:], bias.detach()), mask[:, 1:])
+
+
+@shape(APPLY)
+def function_that_filters(hidden, weight, ids, mask, adv):
+    z, keep = _TopK.apply(head(hidden, weight), 40)
+    kept = _mean(keep.double().mean(-1), mask[:, 1:])
+    return _pg(_logp(z, ids[:, 1:]), mask, adv), {"kept": kept}
+
+
+@shape(APPLY)
+def function_that_clips_the_gradient(hidden, weight, ids, mask, adv):
+    return _pg(_logp(_ClippedGradient.apply(head(hidden, weight)), ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def function_whose_backward_mixes_tokens(hidden, weight, ids, mask, adv):
+    return _pg(_logp(_NormedGradient.apply(head(hidden, weight)), ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def function_that_draws(hidden, weight, ids, mask, adv):
+    torch.manual_seed(0)
+    return _pg(_logp(_NoisyLogits.apply(head(hidden, weight)), ids[:, 1:]), mask, adv)

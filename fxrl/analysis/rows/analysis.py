@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows import compute, layout
+from fxrl.analysis.rows import compute, gradients, layout
 from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, spelled, walk
 from fxrl.analysis.rows.heads import factors, find_heads, find_wide_products, narrow_heads
 from fxrl.analysis.rows.rules import RowRules, Rule
@@ -27,6 +27,7 @@ from fxrl.ir.graph import (
     QUANTIZED_PRODUCTS,
     RESHAPES,
     TRANSPOSES,
+    WITH_GRADIENT,
     ancestors,
     hint,
     is_call,
@@ -68,6 +69,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (compute.vector_product, (aten.mv.default,)),
     (compute.row_products, (aten.bmm.default,)),
     (compute.quantized_rows, (QUANTIZE_ROWS,)),
+    (gradients.with_gradient, (WITH_GRADIENT,)),
     (layout.view, (*RESHAPES, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)),
     (layout.unsqueeze, (aten.unsqueeze.default,)),
     (layout.expand, (aten.expand.default,)),
@@ -222,12 +224,8 @@ class _Walk:
         reads = [arg for arg in node.all_input_nodes if arg in self.rules.values]
         if not reads or node.op != "call_function" or is_call(node, aten.sym_size.int):
             return
-        if node.target is operator.getitem:
-            index: Any = node.args[1]
-            self.rules.values[node] = self._row_values(reads[0])[index]
-            return
         try:
-            self.rules.values[node] = self.rules.apply(node)
+            self.rules.follow(node)
         except Refusal as refusal:
             if (steps := compute.in_two_steps(self.rules, node)) is None:
                 self.refused[node] = refusal

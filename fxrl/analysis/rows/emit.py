@@ -15,9 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows.expr import Leaf, RowExpr, RowStep, RowValue, walk
+from fxrl.analysis.rows.expr import GivenGradient, Leaf, RowExpr, RowStep, RowValue, walk
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import Size, has_hint, hint, is_call, shape_of, spelled_alike, val_of
+from fxrl.ir.graph import (
+    WITH_GRADIENT,
+    Size,
+    has_hint,
+    hint,
+    is_call,
+    shape_of,
+    spelled_alike,
+    val_of,
+)
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
@@ -30,6 +39,7 @@ Feeds = list[tuple[RowExpr, Leaf, fx.Node]]
 def body_graph(roots: list[RowExpr], inputs: list[RowExpr]) -> fx.GraphModule:
     """The expressions as a graph module of the given leaves; returns a tuple."""
     graph = fx.Graph()
+    root: dict[str, Any] = {}
     env: dict[int, fx.Node] = {}
     for index, leaf in enumerate(inputs):
         assert leaf.leaf is not None
@@ -38,10 +48,16 @@ def body_graph(roots: list[RowExpr], inputs: list[RowExpr]) -> fx.GraphModule:
         if id(expr) not in env:
             args = tuple(as_argument(arg, env) for arg in expr.args)
             kwargs = {name: as_argument(value, env) for name, value in expr.kwargs}
-            env[id(expr)] = graph.call_function(expr.target, args, kwargs)
-    graph.output(tuple(env[id(root)] for root in roots))
+            if isinstance(given := expr.target, GivenGradient):
+                root[name := f"backward_{len(root)}"] = given.backward
+                counts = given.inputs, given.values
+                place = graph.get_attr(name)
+                env[id(expr)] = graph.call_function(WITH_GRADIENT, (place, *counts, *args))
+            else:
+                env[id(expr)] = graph.call_function(expr.target, args, kwargs)
+    graph.output(tuple(env[id(expr)] for expr in roots))
     graph.lint()
-    return fx.GraphModule({}, graph)
+    return fx.GraphModule(root, graph)
 
 
 def as_argument(arg: Any, env: Mapping[int, fx.Node]) -> Any:
@@ -87,9 +103,9 @@ class RowEmitter:
         for step in leaf.steps:
             node = self._step(self._regroup(node, tokens, step.sizes), step)
             tokens = step.result
-        if len(tokens) == 1 and shape_of(node)[1:] == leaf.local_sizes:
+        if len(tokens) == 1 and spelled_alike(shape_of(node)[1:], leaf.local_sizes):
             return node
-        return self.call(aten.reshape.default, node, [-1, *leaf.local_sizes])
+        return self.call(aten.reshape.default, node, [-1, *map(self._sized, leaf.local_sizes)])
 
     def _sized(self, arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):
@@ -116,7 +132,7 @@ class RowEmitter:
             raise Refusal("two token sizes are not available as graph values")
         if missing == 0 and len(args) == 1:
             args = [-1]
-        return [-1 if arg is None else arg for arg in args] + [int(size) for size in rest]
+        return [-1 if arg is None else arg for arg in args] + list(map(self._sized, rest))
 
     def _step(self, node: fx.Node, step: RowStep) -> fx.Node:
         if step.kind == "split":

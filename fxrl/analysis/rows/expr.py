@@ -73,13 +73,25 @@ class Leaf:
     prepare: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     # Its token dims then; None for a shared input, the same for every row.
     token_sizes: tuple[Any, ...] | None = None
-    local_sizes: tuple[int, ...] = ()  # its local dims
+    local_sizes: tuple[Size, ...] = ()  # its local dims
     steps: tuple[RowStep, ...] = ()  # row selections, in order
 
     @property
     def tiled(self) -> bool:
         """Whether each row has its own part of this input."""
         return self.token_sizes is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenGradient:
+    """What an expression calls for values whose gradient is given; see ``ir.graph.WITH_GRADIENT``.
+
+    Its operands are the inputs that get a gradient, the values, and what ``backward`` reads.
+    """
+
+    backward: fx.GraphModule  # of rows
+    inputs: int
+    values: int
 
 
 class RowExpr:

@@ -37,11 +37,11 @@ from fxrl.ir.graph import (
     COPIES,
     RESHAPES,
     Size,
+    as_node,
     bound,
     hint,
     is_call,
     shape_of,
-    spelled_alike,
     tensor_val,
     val_of,
 )
@@ -387,15 +387,22 @@ def _own_dim(value: RowValue, dim: int, what: str) -> int:
     return dim
 
 
-def _matching(rules: RowRules, value: RowValue, other: fx.Node, dim: int, what: str) -> RowExpr:
+def _matching(
+    rules: RowRules,
+    value: RowValue,
+    other: fx.Node,
+    dim: int,
+    what: str,
+    *,
+    any_width: bool = False,
+) -> RowExpr:
     """An index or source of the same rows, free in size along ``dim`` only."""
     sizes = shape_of(other)
     for d, (mine, its) in enumerate(zip(value.sizes, sizes, strict=True)):
         if d != dim and not rules.same_size(mine, its):
             raise Refusal(f"{what} covers only part of the tokens")
-    return operand(
-        rules, other, value.retagged(dim, rules.tag_of_size(sizes[dim])), sizes, each=True
-    )
+    tags = value.retagged(dim, rules.tag_of_size(sizes[dim]))
+    return operand(rules, other, tags, sizes, each=True, any_width=any_width)
 
 
 def gather(rules: RowRules, node: fx.Node) -> RowValue:
@@ -409,8 +416,8 @@ def gather(rules: RowRules, node: fx.Node) -> RowValue:
 def scatter(rules: RowRules, node: fx.Node) -> RowValue:
     value, given = sole_row(rules, node), bound(node)
     dim = _own_dim(value, given["dim"], "scatter")
-    rows = {
-        name: _matching(rules, value, given[name], dim, "scatter's index")
+    rows = {  # of as many entries as there are tokens, where those are listed that came before
+        name: _matching(rules, value, given[name], dim, "scatter's index", any_width=True)
         for name in ("index", "src")
         if tensor_val(given.get(name)) is not None
     }
@@ -480,9 +487,11 @@ def _fill_tokens(rules: RowRules, node: fx.Node, value: RowValue, dim: int) -> R
 
 # ---------------------------------------------------------------------------- x[i, j, ...]
 def index(rules: RowRules, node: fx.Node) -> RowValue:
-    """``x[rows]``, ``x[mask]``, ``x[..., ids]`` and ``x[rows, ids]``."""
-    value = sole_row(rules, node)
+    """``x[rows]``, ``x[mask]``, ``x[..., ids]`` and ``x[rows, ids]``; ``table[x]``."""
     spans = _spans(bound(node)["indices"])
+    if rules.row(node.args[0]) is None and len(spans) == 1:
+        return _looked_up(rules, node, *spans[0])
+    value = sole_row(rules, node)
     dims = [dim for dims, _ in spans for dim in dims]
     if dims != list(range(dims[0], dims[-1] + 1)):
         raise Refusal("advanced indexing skips a dim between its indices")
@@ -503,6 +512,16 @@ def index(rules: RowRules, node: fx.Node) -> RowValue:
     if len(local) > 1 or dims[0] != 0:
         raise Refusal("advanced indexing of tokens that fxrl cannot follow")
     return _index_tokens(rules, node, value, tokens, local)
+
+
+def _looked_up(rules: RowRules, node: fx.Node, dims: list[int], ids: fx.Node) -> RowValue:
+    """Entries of a table that is the same for all rows: the weight of a row's class."""
+    row, table = rules.row(ids) if dims == [0] else None, as_node(node.args[0])
+    if row is None or val_of(ids).dtype == torch.bool:
+        raise Refusal("a mask that depends on the logits selects from other values")
+    expr = rules.pool.call(aten.index.Tensor, shared_leaf(rules, table), [row.expr])
+    rest = shape_of(table)[1:]
+    return RowValue(expr, (*row.tags, *map(rules.tag_of_size, rest)), shape_of(node))
 
 
 Spans = list[tuple[list[int], fx.Node]]
@@ -582,10 +601,14 @@ def masked_select(rules: RowRules, node: fx.Node) -> RowValue:
 
 # ---------------------------------------------------------------------------- writes into a part
 def index_put(rules: RowRules, node: fx.Node) -> RowValue:
-    """``z[mask] = x`` and ``z[..., ids] = x`` of one value: a choice between old and new."""
+    """``z[mask] = x`` and ``z[..., ids] = x`` of one value: a choice between old and new;
+    ``z[rows, ids] = x`` of all rows writes one entry of each."""
     value, given = sole_row(rules, node), bound(node)
-    (dims, where), *more = _spans(given["indices"])
+    (dims, where), *more = spans = _spans(given["indices"])
     written = given["values"]
+    one_each = len(more) == 1 and list(map(value.is_token, range(len(value.tags)))) == [True, False]
+    if one_each and _takes_all_rows(rules, spans[:1], value):
+        return _write_entries(rules, node, value, more[0][1])
     if more or given["accumulate"] or not all(map(is_one, shape_of(written))):
         cure = "write where a mask says: torch.where"
         raise Refusal("an indexed write fxrl cannot follow", cure)
@@ -600,6 +623,19 @@ def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     filling = operand(rules, written, value.tags, value.sizes)
     expr = rules.pool.call(aten.where.self, mask, filling, value.expr)
     return RowValue(expr, value.tags, shape_of(node))
+
+
+def _write_entries(rules: RowRules, node: fx.Node, value: RowValue, ids: fx.Node) -> RowValue:
+    """One entry of each row overwritten, or added to."""
+    given, rows = bound(node), value.sizes[:1]
+    at, written = (
+        rules.pool.call(
+            aten.reshape.default, operand(rules, one, (TOKEN,), rows, each=True), (-1, 1)
+        )
+        for one in (ids, given["values"])
+    )
+    write = aten.scatter_add.default if given["accumulate"] else aten.scatter.src
+    return RowValue(rules.pool.call(write, value.expr, 1, at, written), value.tags, value.sizes)
 
 
 def _mask(rules: RowRules, value: RowValue, dims: list[int], where: fx.Node) -> RowExpr:
@@ -631,12 +667,13 @@ def _membership(rules: RowRules, value: RowValue, dim: int, where: fx.Node) -> R
 
 def write_part(rules: RowRules, node: fx.Node) -> RowValue:
     """``slice_scatter`` and ``select_scatter``, as functionalised writes into a view are."""
-    value, given = sole_row(rules, node), bound(node)
-    source, dim = given["src"], given["dim"] % len(value.tags)
+    given = bound(node)
+    source, row = given["src"], rules.row(given["src"])
     is_slice = node.target is aten.slice_scatter.default
-    row = rules.row(source)
-    if is_slice and row is not None and row.tags == value.tags and _covers(node, value):
+    if is_slice and row is not None and _covers(rules, node):
         return row
+    value = sole_row(rules, node)
+    dim = given["dim"] % len(value.tags)
     own = list(value.tags) if is_slice else [*value.tags[:dim], *value.tags[dim + 1 :]]
     if row is None:
         if value.is_token(dim):
@@ -658,8 +695,7 @@ def write_part(rules: RowRules, node: fx.Node) -> RowValue:
     return rules.call(node, value.tags, self=value.expr, src=row.expr, dim=value.local_dim(dim))
 
 
-def _covers(node: fx.Node, value: RowValue) -> bool:
+def _covers(rules: RowRules, node: fx.Node) -> bool:
     """Whether a write into a slice overwrites everything (as functionalised writes often do)."""
-    whole = spelled_alike(shape_of(bound(node)["src"]), value.sizes)
-    bounds = slice_bounds(node)
-    return whole and bounds[0] == 0 and len(bounds) < 3
+    given = bound(node)
+    return all(map(rules.same_size, shape_of(given["src"]), shape_of(given["self"])))

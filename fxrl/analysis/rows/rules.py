@@ -13,6 +13,7 @@ is itself vocabulary-sized would keep the memory the rewrite is to free, so its 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -102,6 +103,25 @@ class RowRules:
             return self._pointwise(self, node)
         raise Refusal(f"no row rule for {target}")
 
+    def follow(self, node: fx.Node) -> None:
+        """Remember what a node that reads a row value is. Raises ``Refusal`` as ``apply`` does."""
+        if node.target is operator.getitem:
+            several: Any = self.values[node.args[0]]  # type: ignore[index]
+            self.values[node] = several[node.args[1]]
+        else:
+            self.values[node] = self.apply(node)
+
+    def fresh(self) -> RowRules:
+        """Equal rules for another graph."""
+        return RowRules(
+            self._wide,
+            self._table,
+            self._pointwise,
+            narrow_products=self.narrow_products,
+            guards=self._guards,
+            asserted=self._asserted,
+        )
+
     def row(self, node: object) -> RowValue | None:
         """The row value of a graph value, or None."""
         value = self.values.get(node) if isinstance(node, fx.Node) else None
@@ -144,7 +164,7 @@ def static(size: Size) -> int:
         return number
     raise Refusal(
         f"a vocabulary or feature dim has the symbolic size {size}",
-        "do not mark that dim dynamic",
+        "scatter what it lists into a mask over the vocabulary",
     )
 
 
@@ -201,23 +221,26 @@ def operand(
     sizes: tuple[Size, ...],
     *,
     each: bool = False,
+    any_width: bool = False,
 ) -> RowExpr:
     """``node`` as an expression that broadcasts against ``[n, *locals]`` of a result; with
-    ``each``, as a row per row of the result, for ops that do not broadcast. Raises ``Refusal`` if
-    it pairs tokens with other tokens."""
+    ``each``, as a row per row of the result, for ops that do not broadcast; with ``any_width``, of
+    local dims that may vary, which the result does not have. Raises ``Refusal`` if it pairs tokens
+    with other tokens."""
     value = rules.row(node)
     if value is not None:
         return _row_operand(rules, value, tags, sizes)
     shape, offset = shape_of(node), len(tags) - len(shape_of(node))
     own: list[Size] = [*(1 for _ in range(offset)), *shape]
-    wanted = tuple(static(own[p]) for p, tag in enumerate(tags) if tag != TOKEN)
+    local = [own[p] for p, tag in enumerate(tags) if tag != TOKEN]
+    wanted = tuple(local if any_width else map(static, local))
     token_at = [p for p, tag in enumerate(tags) if tag == TOKEN]
     covered = [p for p in token_at if not is_one(own[p])]
     if not covered and not each:
         leaf = shared_leaf(rules, node)
         plain = tuple(shape) in ((), wanted)
         return leaf if plain else rules.pool.call(aten.reshape.default, leaf, wanted)
-    wide = any(tag == VOCAB and not is_one(own[p]) for p, tag in enumerate(tags))
+    wide = not any_width and any(tag == VOCAB and not is_one(own[p]) for p, tag in enumerate(tags))
     if wide and covered == token_at and not each:
         own_tags = tuple(
             LOCAL if is_one(s) else t for t, s in zip(tags[offset:], shape, strict=True)
@@ -308,7 +331,7 @@ def _tiled(
     tags: tuple[Tag, ...],
     sizes: tuple[Size, ...],
     offset: int,
-    wanted: tuple[int, ...],
+    wanted: tuple[Size, ...],
     complete: bool,
 ) -> Leaf:
     """The leaf of a tensor whose dims line up with ``tags``; token dims are brought first."""

@@ -1,0 +1,164 @@
+"""The row rule of values whose gradient is given: those of an opened ``autograd.Function``.
+
+    %values = with_gradient(@backward, %logits, %plain_values, what was saved)
+
+The values are rows already. ``@backward`` is read by the rules of rows, too, with the gradients of
+the values and what was saved as its rows, and has to give the gradient of each input row by row. As
+a graph of rows it becomes a part of the row program.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.analysis.rows.emit import body_graph
+from fxrl.analysis.rows.expr import (
+    TOKEN,
+    GivenGradient,
+    Leaf,
+    RowExpr,
+    RowValue,
+    map_exprs,
+    walk,
+)
+from fxrl.analysis.rows.rules import RowRules, Rows, operand, shared_leaf, static
+from fxrl.ir.graph import (
+    Size,
+    ancestors,
+    is_call,
+    is_tensor,
+    needs_grad,
+    shape_of,
+)
+from fxrl.ir.remark import Refusal
+
+
+def with_gradient(rules: RowRules, node: fx.Node) -> Rows:
+    """The values, each computed from its own row, and so its gradient."""
+    arguments: Any = node.args
+    place, inputs, count, *given = arguments
+    backward = getattr(node.graph.owning_module, str(place.target))
+    values = [rules.row(value) for value in given[inputs : inputs + count]]
+    rows = [value for value in values if value is not None]
+    if len(rows) != len(values):
+        raise Refusal("an autograd.Function of the logits returns more than rows of them")
+    tokens = rows[0].token_sizes
+    saved = [_saved(rules, one, tokens) for one in given[inputs + count :]]
+    try:
+        body = _Backward(rules.fresh(), backward, [*rows, *(seen for seen, _ in saved)])
+    except Refusal as refusal:
+        reason = f"in the backward of an autograd.Function: {refusal.reason}"
+        raise Refusal(reason, refusal.cure, node) from refusal
+    trained: list[RowExpr] = []
+    roots: list[RowExpr] = []
+    for one, grad in zip(given[:inputs], backward.graph.output_node().args[0], strict=True):
+        if grad is not None and is_tensor(one) and needs_grad(one):
+            row = rules.row(one)
+            if row is None or not _alike(rules, row.token_sizes, tokens):
+                raise Refusal("an autograd.Function of the logits trains more than rows of them")
+            trained.append(row.expr)
+            roots.append(body.gradient(grad, row))
+    if not trained:
+        return tuple(rows)
+    graph, read = body.of_rows(roots, len(rows))
+    known = [expr for _, expr in saved]
+    call = rules.pool.call(
+        GivenGradient(graph, len(trained), len(rows)),
+        *trained,
+        *(row.expr for row in rows),
+        *(known[index] for index in read),
+    )
+    return tuple(
+        RowValue(rules.pool.call(operator.getitem, call, index), row.tags, row.sizes)
+        for index, row in enumerate(rows)
+    )
+
+
+aten = torch.ops.aten
+
+#: A tensor that is the same for all rows; a number, which a graph of rows does not read.
+_SHARED, _NUMBER = "shared", "number"
+
+
+def _saved(rules: RowRules, one: Any, tokens: tuple[Size, ...]) -> tuple[Any, Any]:
+    """What the backward sees of a saved value, and where a row program reads it."""
+    if not is_tensor(one):
+        return _NUMBER, None
+    if (row := rules.row(one)) is None:
+        sizes = shape_of(one)
+        if not _alike(rules, sizes[: len(tokens)], tokens):
+            return _SHARED, shared_leaf(rules, one)
+        tags = (*(TOKEN for _ in tokens), *map(rules.tag_of_size, sizes[len(tokens) :]))
+        row = RowValue(operand(rules, one, tags, sizes, each=True), tags, sizes)
+    if not _alike(rules, row.token_sizes, tokens):
+        raise Refusal("an autograd.Function saves other tokens than it returns")
+    return row, row.expr
+
+
+def _alike(rules: RowRules, left: tuple[Size, ...], right: tuple[Size, ...]) -> bool:
+    return len(left) == len(right) and all(map(rules.same_size, left, right))
+
+
+class _Backward:
+    """A backward whose arguments are rows: ``given`` are the values, then what was saved."""
+
+    def __init__(self, rules: RowRules, backward: fx.GraphModule, given: Sequence[Any]) -> None:
+        self._rules = rules
+        self._leaves: list[RowExpr | None] = []  # of each argument
+        arguments = backward.graph.find_nodes(op="placeholder")
+        for node, seen in zip(arguments, given, strict=True):
+            leaf = None
+            if isinstance(seen, RowValue):
+                local = tuple(map(static, seen.local_sizes))
+                leaf = rules.pool.leaf(Leaf(node, (), seen.token_sizes, local))
+                rules.values[node] = RowValue(leaf, seen.tags, shape_of(node))
+            elif seen is _SHARED:
+                leaf = rules.pool.leaf(Leaf(node))
+            self._leaves.append(leaf)
+        results = backward.graph.output_node()
+        needed = ancestors(results.all_input_nodes)  # without what is only asserted
+        for node in backward.graph.nodes:
+            reads_rows = any(arg in rules.values for arg in node.all_input_nodes)
+            if reads_rows and node in needed and not is_call(node, aten.sym_size.int):
+                rules.follow(node)
+
+    def gradient(self, grad: fx.Node, like: RowValue) -> RowExpr:
+        """The expression of an input's gradient."""
+        found = self._rules.row(grad)
+        if found is None or list(map(found.is_token, range(len(found.tags)))) != list(
+            map(like.is_token, range(len(like.tags)))
+        ):
+            raise Refusal("the backward of an autograd.Function gives no row of a gradient")
+        return self._closed(found.expr)
+
+    def of_rows(self, roots: list[RowExpr], count: int) -> tuple[fx.GraphModule, list[int]]:
+        """The graph ``gradients of the values, what it reads -> roots``, and which it reads of what
+        was saved."""
+        used = set(map(id, walk(roots)))
+        saved = self._leaves[count:]
+        read = [i for i, leaf in enumerate(saved) if leaf is not None and id(leaf) in used]
+        inputs = [*self._leaves[:count], *(saved[i] for i in read)]
+        return body_graph(roots, inputs), read  # type: ignore[arg-type]
+
+    def _closed(self, expr: RowExpr) -> RowExpr:
+        """``expr`` of the arguments alone: what is computed of shared ones is computed again."""
+        if expr.leaf is None:
+            args = map_exprs(expr.args, self._closed)
+            kwargs = {name: map_exprs(value, self._closed) for name, value in expr.kwargs}
+            return self._rules.pool.call(expr.target, *args, **kwargs)
+        if any(expr is leaf for leaf in self._leaves):
+            return expr
+        node = expr.leaf.node
+        if expr.leaf.tiled or node.op != "call_function":
+            raise Refusal("the backward of an autograd.Function mixes tokens")
+
+        def again(arg: fx.Node) -> Any:
+            return self._closed(self._rules.pool.leaf(Leaf(arg))) if is_tensor(arg) else arg
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), again)
+        return self._rules.pool.call(node.target, *args, **kwargs)
