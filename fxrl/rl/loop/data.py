@@ -12,6 +12,7 @@ from typing import Any
 
 from fxrl.distributed import Ranks
 from fxrl.engines import Engine
+from fxrl.errors import check_one_of
 from fxrl.losses.own_code import load_function
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.examples import FORMS, ExampleBuilder, Examples, Unit
@@ -122,8 +123,8 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         raise BadConfigError(
             "reward.functions is empty, and no environment has get_reward; give one of them"
         )
-    if config.eval.reward is not None and config.eval.reward not in names:
-        raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
+    if config.eval.reward is not None:
+        check_one_of("eval.reward", config.eval.reward, names, BadConfigError)
     columns = _columns(source, asked, tell)
     further = conversation, config.rollout.rollout_func, source.environment
     if all(one is None for one in further):  # which may give columns of their own
