@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fxrl.errors import ConfigError, did_you_mean
+from fxrl.errors import ConfigError, check_one_of, did_you_mean
 
 MiB = 2**20
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -107,8 +107,8 @@ class Config:
         for name in ("gpu_memory", "host_memory"):
             if (value := getattr(self, name)) is not None:
                 parse_bytes(value, name=name)
-        _one_of("precision", self.precision, ("bf16", "fp16", "fp32", "fp8"))
-        _one_of("on_miss", self.on_miss, ("warn", "error", "ignore"))
+        check_one_of("precision", self.precision, ("bf16", "fp16", "fp32", "fp8"))
+        check_one_of("on_miss", self.on_miss, ("warn", "error", "ignore"))
         if not isinstance(self.compile_regions, bool):
             raise ConfigError(f"compile_regions={self.compile_regions!r} is neither True nor False")
         if not isinstance(self.inductor, Mapping | None):
@@ -128,8 +128,3 @@ class Config:
             )
         if self.passes is not None:
             object.__setattr__(self, "passes", tuple(self.passes))
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")

@@ -16,10 +16,15 @@ from typing import Any
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message: the nearest name, or where none is near those that there are."""
     names = sorted(known)
-    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
-        return f"; did you mean {close[0]!r}?"
+    if near := _nearest(name, names):
+        return near
     more = f" and {len(names) - 30} more" if len(names) > 30 else ""
     return f"; known: {', '.join(names[:30])}{more}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class FxrlError(Exception):
@@ -28,6 +33,15 @@ class FxrlError(Exception):
 
 class ConfigError(FxrlError, ValueError):
     """A configuration value is unknown, of the wrong type, or out of range."""
+
+
+def check_one_of(
+    name: str, value: object, allowed: Iterable[str], error: type[FxrlError] = ConfigError
+) -> None:
+    """Raise unless ``value`` is one of few that are allowed."""
+    if value not in (known := tuple(allowed)):
+        choices = ", ".join(map(repr, known))
+        raise error(f"{name}={value!r} is not one of {choices}{_nearest(str(value), known)}")
 
 
 def installing(what: str) -> str:

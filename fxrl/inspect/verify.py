@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.errors import ConfigError, VerificationError
+from fxrl.errors import VerificationError, check_one_of
 from fxrl.inspect.compare import Tolerances, VerifyReport, compare
 from fxrl.inspect.emulate import Emulation
 from fxrl.inspect.evaluate import (
@@ -69,8 +69,7 @@ def verify_step(
         TruthError: ``reference`` names a dtype, and the model cannot run in it.
         ConfigError: ``reference`` is none of the four.
     """
-    if reference not in get_args(Reference):
-        raise ConfigError(f"reference={reference!r} is not one of {', '.join(get_args(Reference))}")
+    check_one_of("reference", reference, get_args(Reference))
     params = named_trainable(model, loss_fn)
     known = _References(model, loss_fn, params, batch, reference)
     eager = known.under(())[0]  # which says first whether the user's own code runs

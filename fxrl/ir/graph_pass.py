@@ -27,7 +27,7 @@ from typing import (
 from torch import fx
 
 from fxrl.config import Config
-from fxrl.errors import ConfigError, did_you_mean
+from fxrl.errors import ConfigError, check_one_of, did_you_mean
 from fxrl.ir.graph import (
     eliminate_dead_code,
     graphs_of,
@@ -242,9 +242,7 @@ class Pass(ABC, Generic[S]):
 def _as_option(where: str, hint: Any, present: Any, value: Any) -> Any:
     """A value of a field's type, which a file may spell otherwise: a list, or 1 for 1.0."""
     if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            allowed = ", ".join(map(repr, get_args(hint)))
-            raise ConfigError(f"{where}={value!r} is not one of {allowed}")
+        check_one_of(where, value, get_args(hint))
         return value
     kind: Any = Mapping if isinstance(present, Mapping) else type(present)
     made: Any = float(value) if kind is float and type(value) is int else value

@@ -51,7 +51,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from fxrl.errors import ConfigError, FxrlError, did_you_mean
+from fxrl.errors import ConfigError, FxrlError, check_one_of
 
 
 class LossConfigError(ConfigError):
@@ -64,11 +64,7 @@ class BatchError(FxrlError, ValueError):
 
 def check_choice(name: str, value: str, choices: Any) -> None:
     """Raise unless ``value`` is one of those of ``choices``, a ``Literal``."""
-    if value not in (allowed := get_args(choices)):
-        raise LossConfigError(
-            f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}"
-            + did_you_mean(str(value), allowed)
-        )
+    check_one_of(name, value, get_args(choices), LossConfigError)
 
 
 def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:

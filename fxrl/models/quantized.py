@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fxrl.errors import ConfigError, did_you_mean
+from fxrl.errors import ConfigError, check_one_of, did_you_mean
 from fxrl.ir.site import names_module
 from fxrl.models.checkpoint import (
     CheckpointTensors,
@@ -74,12 +74,8 @@ class Quantization:
     head: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            known = ", ".join(map(repr, FORMATS))
-            raise ConfigError(f"quantization={self.format!r} is not one of {known}")
-        if self.recipe not in RECIPES:
-            known = ", ".join(map(repr, RECIPES))
-            raise ConfigError(f"recipe={self.recipe!r} is not one of {known}")
+        check_one_of("quantization", self.format, FORMATS)
+        check_one_of("recipe", self.recipe, RECIPES)
         if isinstance(self.skip, str):
             raise ConfigError(f"skip={self.skip!r} is no list of names; write [{self.skip!r}]")
         if self.recipe != "row" and self.format != "fp8":

@@ -25,7 +25,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -33,10 +32,7 @@ from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.remark import format_bytes
 from fxrl.planner.chain import Chain, Option, gradients_made, peak_bytes
-from fxrl.planner.pace import COSTS, paced, seconds_at, widest
-
-Array = np.ndarray[Any, Any]
-Plan = tuple[Option, ...]
+from fxrl.planner.pace import COSTS, Array, Plan, paced, seconds_at, widest
 
 
 def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:

@@ -29,8 +29,8 @@ CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_mis
 DYNAMIC = ("qwen3", "gemma3", "gpt2", "gpt-oss", "mixtral")
 
 
-def tiny_model(kind: str, *, full: bool) -> nn.Module:
-    config = tiny_config(kind, layers=1, hidden=16, intermediate=24, head_dim=4, experts=2)
+def tiny_model(kind: str, layers: int = 1, *, full: bool = False) -> nn.Module:
+    config = tiny_config(kind, layers=layers, hidden=16, intermediate=24, head_dim=4, experts=2)
     torch.manual_seed(0)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double()
     if full:

@@ -11,15 +11,13 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-import transformers
 
 import fxrl.capture.captured_loss
 from fxrl import losses
 from fxrl.config import Config
-from fxrl.models import lora, tiny_config
 from fxrl.passes import REGISTRY
 from fxrl.step import optimize
-from tests.compile.test_architectures import gradients, padded_batch
+from tests.compile.test_architectures import gradients, padded_batch, tiny_model
 
 #: Naming the pass asks for it at every size; see ``Plan.from_config``.
 CONFIG = Config(
@@ -29,19 +27,6 @@ CONFIG = Config(
     on_miss="error",
     passes=tuple(REGISTRY),
 )
-
-
-def tiny_model(kind: str, layers: int, *, checkpointed: bool) -> nn.Module:
-    config = tiny_config(kind, layers=layers, hidden=16, intermediate=24, head_dim=4, experts=2)
-    torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double()
-    model = lora(model, r=2, fp32_adapter=False)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero to begin with, which would hide A's gradient
-            nn.init.normal_(parameter, std=0.1)
-    if checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
 
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -68,7 +53,10 @@ def test_layers_become_regions(
     monkeypatch.setattr(
         fxrl.capture.captured_loss, "mark_batch", lambda batch: None
     )  # fixed sizes: faster
-    model, batch = tiny_model(kind, layers, checkpointed=checkpointed), padded_batch()
+    model, batch = tiny_model(kind, layers), padded_batch()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
     loss_fn = losses.grpo(beta=0.0)
     expected, _ = loss_fn(model, batch)
     wanted = gradients(model, expected)

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fxrl
-from fxrl.models import ModelError, Quantization, Quantized, QuantizedLinear, load_model, lora
+from fxrl.models import ModelError, Quantization, Quantized, QuantizedLinear, load_model
 from fxrl.models.quantized import QuantizedEmbedding, dtype_of, quantize
 from fxrl.ops import piecewise_head
 from fxrl.ops.dequantized import FORMATS, quantized, widened
 from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
-from tests.models.test_sharded import HEADS, draw, loss_and_gradients, token_loss
+from tests.models.test_sharded import HEADS, adapted, draw, loss_and_gradients, token_loss
 
 SIZE = "tiny:llama:layers=1,hidden=64,heads=2,kv_heads=1,head_dim=64,intermediate=64,vocab=321"
 IDS = torch.arange(3, 15)[None]
@@ -39,14 +39,6 @@ def in_full(model, twin):
                 full = widened(module.held, module.format, torch.float64)
                 twin.get_submodule(name).weight.copy_(full)
     return twin
-
-
-def adapted(model):
-    model = lora(model, r=2, seed=0)
-    factors = [p for name, p in model.named_parameters() if "lora_B" in name]
-    for seed, factor in enumerate(factors):
-        factor.data = draw(*factor.shape, seed=seed).to(factor.dtype) / 10
-    return model
 
 
 @pytest.mark.parametrize(("format", "tie"), [("fp8", 0), ("nf4", 1)])

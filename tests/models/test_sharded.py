@@ -97,7 +97,7 @@ def adapted(model):
     model = lora(model, r=2, seed=0)
     factors = [p for name, p in model.named_parameters() if "lora_B" in name]
     for seed, factor in enumerate(factors):
-        factor.data = draw(*factor.shape, seed=seed) / 10
+        factor.data = draw(*factor.shape, seed=seed).to(factor.dtype) / 10
     return model
 
 

@@ -3,6 +3,8 @@
 import re
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from fxrl.capture.lower import lower
 from fxrl.compile.bodies.variants import build_region
@@ -57,3 +59,28 @@ def call(gm, **tensors):
 def plain(report):
     """The report's lines without file names and line numbers."""
     return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
+
+
+def rewritten_by(one, function, *args):
+    """The graph after one pass, whose numbers and layouts are the function's, and what was said."""
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    report = one.run(gm)
+    gm.graph.lint()
+    gm.recompile()
+    for made, wanted in zip(*map(pytree.tree_leaves, (gm(*args), function(*args))), strict=True):
+        torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+        assert made.stride() == wanted.stride()
+    return gm, "\n".join(remark.reason for remark in report.remarks)
+
+
+def draw(*sizes, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(sizes))
+    return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+
+def head_inputs(seed=0):
+    """Of a loss head: hidden states, the weight, and tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(32, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    return hidden, weight, torch.randint(0, 32, (6,), generator=generator)

@@ -7,20 +7,15 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.printer import print_graph
 from fxrl.ops.fp8 import quantized_rows, quantized_weight
 from fxrl.passes.add_adapter_products import AddAdapterProducts
 from tests.compile.test_bodies import assert_equal, gradients, region_of
+from tests.passes.lowered import draw, rewritten_by
 
 aten, fxrl = torch.ops.aten, torch.ops.fxrl
-
-
-def draw(*sizes, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(sizes))
-    return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
 
 def held(rows=6, depth=16, columns=32, seed=0):
@@ -34,14 +29,9 @@ def fp8(*sides):
 
 
 def rewritten(function, *args):
-    """The rewritten graph, whose numbers are the function's, and what was said."""
-    gm = make_fx(function, tracing_mode="fake")(*args)
-    report = AddAdapterProducts().run(gm)
+    gm, said = rewritten_by(AddAdapterProducts(), function, *args)
     gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
-    torch.testing.assert_close(gm(*args), function(*args), rtol=1e-12, atol=1e-12)
-    return gm, "\n".join(remark.reason for remark in report.remarks)
+    return gm, said
 
 
 def wide_products(gm):

@@ -11,14 +11,7 @@ from fxrl.ir.plan import Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import regions_of
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
-from tests.passes.lowered import call, lowered, plain
-
-
-def inputs(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(32, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    return hidden, weight, torch.randint(0, 32, (6,), generator=generator)
+from tests.passes.lowered import call, head_inputs, lowered, plain
 
 
 def margin(hidden, weight, ids):
@@ -37,7 +30,7 @@ def printed(gm):
 
 def test_before():
     assert_expected_inline(
-        print_graph(lowered(margin, *inputs())),
+        print_graph(lowered(margin, *head_inputs())),
         """\
 %hidden = input : f64[6, 4]
 %weight = input : f64[32, 4]
@@ -57,7 +50,7 @@ return %mean""",
 
 
 def test_applied():
-    gm = lowered(margin, *inputs())
+    gm = lowered(margin, *head_inputs())
     report = ChunkVocabRegion(tile_tokens=2).run(gm)
     assert_expected_inline(
         printed(gm),
@@ -83,7 +76,7 @@ return %mean""",
 
 
 def test_body():
-    gm = lowered(margin, *inputs())
+    gm = lowered(margin, *head_inputs())
     ChunkVocabRegion(tile_tokens=2).run(gm)
     (region,) = regions_of(gm).values()
     assert_expected_inline(
@@ -101,7 +94,7 @@ return %gather_default, %amax_default""",
 
 
 def test_reduction_over_tokens_and_vocabulary_keeps_the_token_part_outside():
-    gm = lowered(spread, *inputs())
+    gm = lowered(spread, *head_inputs())
     report = ChunkVocabRegion(tile_tokens=2).run(gm)
     assert_expected_inline(
         printed(gm),
@@ -128,7 +121,7 @@ def compares(hidden, weight, ids):
 
 def test_what_is_read_under_no_grad_alone_gets_no_gradient():
     """Nor a buffer of zeros, which would be as large as the teacher's head."""
-    values = inputs()
+    values = head_inputs()
     gm = lowered(compares, *values)
     ChunkVocabRegion(tile_tokens=2).run(gm)
     (region,) = regions_of(gm).values()
@@ -204,7 +197,7 @@ MISSES = {
 
 @pytest.mark.parametrize("function", list(MISSES), ids=lambda f: f.__name__)
 def test_missed(function):
-    gm = lowered(function, *inputs())
+    gm = lowered(function, *head_inputs())
     before = print_graph(gm)
     report = ChunkVocabRegion(tile_tokens=2).run(gm)
     assert print_graph(gm) == before
@@ -214,7 +207,7 @@ def test_missed(function):
 
 
 def test_the_plan_keeps_it():
-    gm = lowered(margin, *inputs())
+    gm = lowered(margin, *head_inputs())
     before = print_graph(gm)
     plan = Plan({"0:loss/mm": Keep("the plan keeps it")})
     report = ChunkVocabRegion().run(gm, plan)
@@ -225,7 +218,7 @@ def test_the_plan_keeps_it():
 
 
 def test_below_min_saved_bytes():
-    gm = lowered(margin, *inputs())
+    gm = lowered(margin, *head_inputs())
     before = print_graph(gm)
     report = ChunkVocabRegion(min_saved_bytes=1 << 20).run(gm)
     assert_expected_inline(
@@ -236,19 +229,19 @@ def test_below_min_saved_bytes():
 
 
 def test_no_head_no_remark():
-    gm = lowered(lambda hidden, weight, ids: (hidden @ weight[:2].t()).sum(), *inputs())
+    gm = lowered(lambda hidden, weight, ids: (hidden @ weight[:2].t()).sum(), *head_inputs())
     assert ChunkVocabRegion(tile_tokens=2).run(gm).remarks == ()
 
 
 @pytest.mark.parametrize("tile", [1, 2, 4, 100])
 @pytest.mark.parametrize("function", [margin, spread])
 def test_numerics_and_gradients(function, tile):
-    hidden, weight, ids = inputs(3)
+    hidden, weight, ids = head_inputs(3)
     gm = lowered(function, hidden, weight, ids)
     plan = Plan({"0:loss/mm": TileHead("chunk-vocab-region", tile)})
     ChunkVocabRegion().run(gm, plan)
     assert regions_of(gm)
-    hidden, weight, ids = inputs(4)
+    hidden, weight, ids = head_inputs(4)
     expected = function(hidden, weight, ids)
     found = call(gm, hidden=hidden, weight=weight, ids=ids)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -258,7 +251,7 @@ def test_numerics_and_gradients(function, tile):
 
 
 def test_frozen_head_gets_no_gradient():
-    hidden, weight, ids = inputs()
+    hidden, weight, ids = head_inputs()
     weight.requires_grad_(False)
     gm = lowered(margin, hidden, weight, ids)
     ChunkVocabRegion(tile_tokens=2).run(gm)

@@ -8,14 +8,7 @@ from expecttest import assert_expected_inline
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
-from tests.passes.lowered import call, lowered
-
-
-def inputs(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(32, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    return hidden, weight, torch.randint(0, 32, (6,), generator=generator)
+from tests.passes.lowered import call, head_inputs, lowered
 
 
 def pick(logps, ids):
@@ -32,7 +25,7 @@ def entropy_bonus(hidden, weight, ids):
 
 
 def test_applied():
-    gm = lowered(logprob, *inputs())
+    gm = lowered(logprob, *head_inputs())
     report = FuseLinearLogprob(tile_tokens=2).run(gm)
     assert_expected_inline(
         print_graph(gm),
@@ -59,7 +52,7 @@ def test_applied_under_a_shift_projects_only_the_rows_that_are_read():
     def shifted(hidden, weight, ids):
         return pick(F.linear(hidden, weight)[:-1].log_softmax(-1), ids[1:]).sum()
 
-    gm = lowered(shifted, *inputs())
+    gm = lowered(shifted, *head_inputs())
     FuseLinearLogprob(tile_tokens=2).run(gm)
     assert_expected_inline(
         print_graph(gm),
@@ -161,7 +154,7 @@ def logs_statistics_of_all_logits(hidden, weight, ids):
     ids=lambda loss: loss.__name__,
 )
 def test_values_and_gradients_equal_eager(loss):
-    hidden, weight, ids = inputs()
+    hidden, weight, ids = head_inputs()
     gm = lowered(loss, hidden, weight, ids)
     report = FuseLinearLogprob(tile_tokens=2).run(gm)
     assert [remark.kind for remark in report.remarks] == ["applied"]
@@ -232,7 +225,7 @@ MISSES = {
 
 @pytest.mark.parametrize("loss", MISSES, ids=lambda loss: loss.__name__)
 def test_missed_with_its_reason_and_the_graph_unchanged(loss):
-    gm = lowered(loss, *inputs())
+    gm = lowered(loss, *head_inputs())
     before = print_graph(gm)
     report = FuseLinearLogprob(tile_tokens=2).run(gm)
     assert {(remark.kind, remark.reason) for remark in report.remarks} == {("missed", MISSES[loss])}
@@ -241,14 +234,14 @@ def test_missed_with_its_reason_and_the_graph_unchanged(loss):
 
 
 def test_a_head_of_no_more_classes_than_features_is_a_fact():
-    hidden, weight, ids = inputs()
+    hidden, weight, ids = head_inputs()
     gm = lowered(logprob, hidden, weight[:3], ids % 3)
     (remark,) = FuseLinearLogprob().run(gm).remarks
     assert (remark.kind, remark.reason) == ("analysis", "3 classes of 4 features: nothing to save")
 
 
 def test_missed_when_it_saves_too_little():
-    gm = lowered(logprob, *inputs())
+    gm = lowered(logprob, *head_inputs())
     report = FuseLinearLogprob(min_saved_bytes=2**20).run(gm)
     (remark,) = report.remarks
     assert remark.kind == "missed"
@@ -256,7 +249,7 @@ def test_missed_when_it_saves_too_little():
 
 
 def test_missed_when_the_plan_keeps_it():
-    gm = lowered(logprob, *inputs())
+    gm = lowered(logprob, *head_inputs())
     plan = Plan({"0:loss/mm": Keep("the planner found no room")})
     (remark,) = FuseLinearLogprob().run(gm, plan).remarks
     assert (remark.kind, remark.reason) == ("missed", "the planner found no room")

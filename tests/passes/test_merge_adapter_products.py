@@ -8,13 +8,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrl.ir.printer import print_graph
 from fxrl.passes.merge_adapter_products import MergeAdapterProducts
+from tests.passes.lowered import draw, rewritten_by
 
 aten = torch.ops.aten
-
-
-def draw(*sizes, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(sizes))
-    return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
 
 def adapted(x, w, a, b, scale):
@@ -33,13 +29,9 @@ def tidied(function, *args):
 
 def rewritten(function, *args):
     """The same, and what was said."""
-    gm = make_fx(function, tracing_mode="fake")(*args)
-    before = counts(gm)
-    report = MergeAdapterProducts().run(gm)
-    gm.graph.lint()
-    gm.recompile()
-    torch.testing.assert_close(gm(*args), function(*args), rtol=1e-12, atol=1e-12)
-    return gm, before, "\n".join(remark.reason for remark in report.remarks)
+    before = counts(make_fx(function, tracing_mode="fake")(*args))
+    gm, said = rewritten_by(MergeAdapterProducts(), function, *args)
+    return gm, before, said
 
 
 def counts(gm):

@@ -4,29 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrl.ir.printer import print_graph
 from fxrl.passes.stack_adapter_products import StackAdapterProducts
+from tests.passes.lowered import draw, rewritten_by
 
 aten = torch.ops.aten
 
 
-def draw(*sizes, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(sizes))
-    return torch.randn(*sizes, generator=generator, dtype=torch.float64)
-
-
 def rewritten(function, *args):
-    """The rewritten graph, whose numbers are the function's, and what was said."""
-    gm = make_fx(function, tracing_mode="fake")(*args)
-    report = StackAdapterProducts().run(gm)
-    gm.graph.lint()
-    gm.recompile()
-    for made, wanted in zip(gm(*args), function(*args), strict=True):
-        torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
-        assert made.stride() == wanted.stride()
-    return gm, "\n".join(remark.reason for remark in report.remarks)
+    return rewritten_by(StackAdapterProducts(), function, *args)
 
 
 def products(gm):

@@ -149,10 +149,7 @@ def expand(rules: RowRules, node: fx.Node) -> RowValue:
         for tag, was, new in zip(old_tags, old, sizes, strict=True)
     ):
         raise Refusal("rows are expanded to other tokens")
-    tags = tuple(
-        tag if tag == TOKEN else rules.tag_of_size(size)
-        for tag, size in zip(old_tags, sizes, strict=True)
-    )
+    tags = rules.resized(old_tags, sizes)
     lined = reshaped(rules, value, tags, old)
     target = [-1] + [static(s) for s, t in zip(sizes, tags, strict=True) if t != TOKEN]
     return RowValue(rules.pool.call(aten.expand.default, lined.expr, target), tags, sizes)
@@ -372,11 +369,7 @@ def pad(rules: RowRules, node: fx.Node) -> RowValue:
             raise Refusal("tokens are padded with constants", "pad what is computed per token")
     if any(not isinstance(size, int) for size in local):
         raise Refusal("the padding of the vocabulary depends on the batch")
-    tags = tuple(
-        tag if tag == TOKEN else rules.tag_of_size(size)
-        for tag, size in zip(value.tags, sizes, strict=True)
-    )
-    return rules.call(node, tags, self=value.expr, pad=local)
+    return rules.call(node, rules.resized(value.tags, sizes), self=value.expr, pad=local)
 
 
 # ---------------------------------------------------------------------------- indices per row

@@ -130,6 +130,11 @@ class RowRules:
     def tag_of_size(self, size: Size) -> Tag:
         return VOCAB if hint(size) >= self._wide else LOCAL
 
+    def resized(self, tags: tuple[Tag, ...], sizes: tuple[Size, ...]) -> tuple[Tag, ...]:
+        """The tags of the same dims with other sizes, of which tokens stay tokens."""
+        pairs = zip(tags, sizes, strict=True)
+        return tuple(tag if tag == TOKEN else self.tag_of_size(size) for tag, size in pairs)
+
     def same_size(self, left: Size, right: Size) -> bool:
         """Whether two sizes are equal in each batch that this capture runs."""
         if frozenset((str(left), str(right))) in self._asserted:

@@ -19,7 +19,7 @@ import torch
 
 from fxrl.config import parse_bytes
 from fxrl.engines.engine import EngineError
-from fxrl.errors import ConfigError, did_you_mean
+from fxrl.errors import ConfigError, check_one_of, did_you_mean
 
 
 class VllmOptionError(EngineError, ConfigError):
@@ -160,10 +160,7 @@ class VllmOptions:
                 f"vllm.generate_timeout_s={timeout!r} is not above 0; use None to wait for ever"
             )
         levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-        if self.log_level not in levels:
-            raise VllmOptionError(
-                f"vllm.log_level={self.log_level!r} is not one of {', '.join(levels)}"
-            )
+        check_one_of("vllm.log_level", self.log_level, levels, VllmOptionError)
         if not isinstance(self.engine_args, Mapping):
             raise VllmOptionError(
                 f"vllm.engine_args={self.engine_args!r} is no mapping; write {{name: value}}"
@@ -183,10 +180,8 @@ class VllmOptions:
         return self.max_num_seqs or 256
 
     def _check_attention(self) -> None:
-        if self.decode_attention not in ("auto", "vllm", "fxrl"):
-            raise VllmOptionError(
-                f"vllm.decode_attention={self.decode_attention!r} is not one of auto, vllm, fxrl"
-            )
+        backends = ("auto", "vllm", "fxrl")
+        check_one_of("vllm.decode_attention", self.decode_attention, backends, VllmOptionError)
         if self.decode_attention == "fxrl" and "backend" in (self.attention_config or {}):
             raise VllmOptionError(
                 "vllm.decode_attention='fxrl' is an attention backend of its own; leave "

@@ -1,4 +1,4 @@
-"""Builds everything a run needs from its configuration, the cheap parts first.
+"""Builds a run's parts around its data: model, engine and train step, the cheap parts first.
 
 NOTE [Why one part is built after the other]
 Parts gain by overlapping where one waits while another computes. On two cores none waits: capture
@@ -31,7 +31,6 @@ from fxrl.engines import Built, Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import ValueHead, completion_logits, loss_info, token_stats
 from fxrl.losses.actor_critic import asking_for_values, predicted_values
-from fxrl.losses.own_code import load_function
 from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
 from fxrl.models.hf import VALUE_HEAD, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
@@ -40,75 +39,15 @@ from fxrl.models.quantized import as_quantization, in_bits
 from fxrl.rl.callbacks import Events
 from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
-from fxrl.rl.data.examples import FORMS, ExampleBuilder, Examples, Unit
-from fxrl.rl.data.questions import (
-    PromptBuilder,
-    PromptStream,
-    RowSource,
-    Split,
-    question_text,
-    read_source,
-    split_rows,
-    usable_rows,
-)
-from fxrl.rl.data.rewards import GIVEN, Reward, build_rewards, check_arguments
-from fxrl.rl.data.verifiers import Environment
-from fxrl.rl.errors import BadConfigError, defined_at
+from fxrl.rl.data.examples import Examples
+from fxrl.rl.data.questions import PromptStream
+from fxrl.rl.errors import defined_at
 from fxrl.rl.loop import fingerprint
+from fxrl.rl.loop.data import Questions
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
-from fxrl.rl.report.files import Tell, try_to_write
+from fxrl.rl.report.files import try_to_write
 from fxrl.rl.report.progress import Reporter, Stage
-from fxrl.rl.rollout.chat import Chat
-from fxrl.rl.rollout.function import RolloutFunction
-from fxrl.rl.rollout.rollouter import Rollouter
-from fxrl.rl.rollout.tools import Tools, user_code
-from fxrl.rl.rollout.turns import Conversation, Player
-from fxrl.rl.rollout.verifiers import VerifiersPlayer
-from fxrl.rl.types import Batch, Row, Source
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """Data and rewards of a run that draws completions; no model is needed for them."""
-
-    split: Split
-    rewards: list[Reward]
-    builder: PromptBuilder
-    longest: int  # tokens of the longest prompt, or the limit if prompts may grow
-    fingerprints: Mapping[str, str]  # of the data, the rewards, the loss and the tools, by name
-    columns: tuple[str, ...] = ()  # that rewards get; some rows may lack them
-    conversation: Conversation | None = None  # plays the rollouts, if there are tools
-    environment: Environment | None = None  # of verifiers, which then plays the rollouts
-    grow: bool = False  # an environment may extend prompts
-
-    @property
-    def tokenizer(self) -> Any:
-        """What made the prompts' tokens."""
-        return self.builder.tokenizer
-
-    def source(
-        self, engine: Engine, config: TrainConfig, tokenizer: Any, stage: Stage, ranks: Ranks
-    ) -> Rollouter:
-        """What draws and judges completions of them."""
-        player: Player | None = self.conversation
-        if self.conversation is not None:
-            self.conversation.tools.check_ranks(self.rewards, ranks.size)
-        elif (function := config.rollout.rollout_func) is not None:
-            player = RolloutFunction(function, self.builder, engine, ranks)
-        elif self.environment is not None:
-            player = VerifiersPlayer(self.environment, self.builder, config.rollout)
-        return Rollouter(
-            engine,
-            self.builder,
-            self.rewards,
-            config,
-            tokenizer,
-            stage,
-            columns=self.columns,
-            longest=self.longest,
-            player=player,
-            ranks=ranks,
-        )
+from fxrl.rl.types import Batch, Source
 
 
 @dataclass(slots=True)
@@ -143,160 +82,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-Usable = Callable[[Sequence[Row], Callable[[Row], object]], list[Row]]
-"""The rows that a check lets pass, as ``data.unusable_rows`` says."""
-
-
-def read_data(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions | Examples:
-    """Read and check the data; loads no model. Raises ``DataError`` if it does not fit the
-    configuration, ``BadConfigError`` if ``eval.reward`` names no reward."""
-    read = read_examples if config.form in FORMS else read_questions
-    return read(config, tokenizer, tell)
-
-
-def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions:
-    """Questions with their rewards; every prompt is made once. See ``read_data``."""
-    data = config.data
-    source, asked = _read_rows(config, prompts=True)
-    text_of = functools.partial(question_text, data, source.prompt)
-    split, usable = _split(config, source, asked, text_of, tell)
-    builder = PromptBuilder(data, source.prompt, split.shots, tokenizer)
-    conversation = _conversation(config, builder)
-    lengths: list[int] = []
-
-    def fits(row: Row) -> None:
-        tools = conversation.tools.schemas_of(row) if conversation is not None else ()
-        lengths.append(len(builder.encode(builder.prompt(row), tools)))
-
-    train, held_out = (tuple(usable(part, fits)) for part in (split.train, split.held_out))
-    split = Split(train, held_out, split.shots)
-    rewards = build_rewards(config.reward, data.answer, source.score)
-    if conversation is not None:
-        rewards += conversation.tools.rewards(config.reward)
-    if source.environment is not None:
-        rewards += source.environment.rewards(config.reward)
-    names = [reward.name for reward in rewards]
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise BadConfigError(f"two rewards are named {twice[0]!r}; rename the environment's class")
-    if not rewards:
-        raise BadConfigError(
-            "reward.functions is empty, and no environment has get_reward; give one of them"
-        )
-    if config.eval.reward is not None and config.eval.reward not in names:
-        raise BadConfigError(f"eval.reward={config.eval.reward!r} is not one of {', '.join(names)}")
-    columns = _columns(source, asked, tell)
-    further = conversation, config.rollout.rollout_func, source.environment
-    if all(one is None for one in further):  # which may give columns of their own
-        check_arguments(rewards, columns)
-    fingerprints = _fingerprints(config, source, asked, rewards)
-    environment = source.environment
-    grow = environment is not None or (conversation is not None and bool(conversation.tools.kinds))
-    longest = data.max_prompt_tokens if grow else max(lengths)
-    players = conversation, environment
-    return Questions(split, rewards, builder, longest, fingerprints, columns, *players, grow)
-
-
-def _columns(source: RowSource, asked: RowSource | None, tell: Tell) -> tuple[str, ...]:
-    """Those that rewards get; says which ones they do not get under their name."""
-    rows = (*source.rows, *(asked.rows if asked is not None else ()))
-    named = dict.fromkeys(str(name) for row in rows for name in row)
-    for name in GIVEN:
-        if name in named:
-            tell(
-                f"data: rewards get the run's own {name!r}; that column of the data is in their "
-                "argument 'rows'"
-            )
-    return tuple(name for name in named if name != "prompt")
-
-
-def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
-    """Rows that are trained on as they are, as tokens. See ``read_data``."""
-    source, asked = _read_rows(config, prompts=False)
-    builder = ExampleBuilder(config.data, config.form, source.prompt, tokenizer)
-    split, usable = _split(config, source, asked, builder.text_of, tell)
-    units: dict[int, Unit] = {}
-
-    def fits(row: Row) -> None:
-        units[id(row)] = builder.unit(row)
-
-    train, held_out = (
-        tuple(units[id(row)] for row in usable(part, fits))
-        for part in (split.train, split.held_out)
-    )
-    fingerprints = _fingerprints(config, source, asked, ())
-    size = FORMS[config.form].size
-    split = Split(train, held_out)
-    return Examples(split, tokenizer, config.prompts_per_step, size, fingerprints)
-
-
-def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[RowSource, RowSource | None]:
-    """The rows of ``[data]``, and those of ``[eval]`` if it has a source of its own."""
-    own = config.eval.source(config.data)
-    source = read_source(config.data, prompts=prompts)
-    return source, None if own is None else read_source(own, prompts=prompts)
-
-
-def _split(
-    config: TrainConfig,
-    source: RowSource,
-    asked: RowSource | None,
-    text_of: Callable[[Row], str],
-    tell: Tell,
-) -> tuple[Split, Usable]:
-    """Rows to train on and held-out ones, without those that have no ``text_of``."""
-    data = config.data
-    places = {
-        id(row): place
-        for one in (source, asked)
-        if one is not None
-        for row, place in zip(one.rows, one.places, strict=True)
-    }
-    usable: Usable = functools.partial(
-        usable_rows, mode=data.unusable_rows, place=lambda row: places[id(row)], tell=tell
-    )
-    rows = usable(source.rows, text_of)
-    split = split_rows(
-        rows,
-        text_of,
-        held_out=() if asked is None else usable(asked.rows, text_of),
-        num_held_out=config.eval.size if asked is None else 0,
-        num_shots=data.few_shot,
-        seed=data.seed,
-    )
-    if asked is not None and (left := len(rows) - len(split.train) - len(split.shots)):
-        tell(
-            f"data: {left} of {len(rows)} rows ask what [eval] or an example asks, and are left out"
-        )
-    return split, usable
-
-
-def _conversation(config: TrainConfig, builder: PromptBuilder) -> Conversation | None:
-    if not config.rollout.has_tools:
-        return None
-    keywords, template = config.data.chat_template_kwargs, config.rollout.response_template
-    chat = Chat(builder.tokenizer, keywords, template)
-    most_calls = config.rollout.max_tool_calling_iterations
-    return Conversation(Tools(config.rollout), chat, builder, most_calls)
-
-
-def _fingerprints(
-    config: TrainConfig, source: RowSource, asked: RowSource | None, rewards: Sequence[Reward]
-) -> dict[str, str]:
-    found = {"data": fingerprint.of_rows(source.rows)}
-    if asked is not None:
-        found["eval data"] = fingerprint.of_rows(asked.rows)
-    functions = {f"reward {reward.name}": reward.function for reward in rewards}
-    if ":" in config.loss.name:
-        functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
-    functions |= user_code(config.rollout)
-    if source.environment is not None:
-        functions["verifiers"] = type(source.environment.env.taskset)
-    for name, function in functions.items():
-        if (code := fingerprint.of_code(function)) is not None:
-            found[name] = code
-    return found
 
 
 def build_parts(

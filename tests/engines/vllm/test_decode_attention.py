@@ -42,5 +42,5 @@ def test_without_a_gpu_there_is_no_place():
 
 
 def test_other_values_are_refused():
-    with pytest.raises(VllmOptionError, match="'fast' is not one of auto, vllm, fxrl"):
+    with pytest.raises(VllmOptionError, match="'fast' is not one of 'auto', 'vllm', 'fxrl'"):
         VllmOptions(decode_attention="fast")

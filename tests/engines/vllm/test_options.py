@@ -54,7 +54,7 @@ def test_of_several_ranks_each_has_an_engine(monkeypatch):
         ({"gpu_memory": "75 apples"}, r"vllm\.gpu_memory='75 apples' is not a size"),
         ({"trainer_reserve": -1}, r"vllm\.trainer_reserve=-1 is negative"),
         ({"generate_timeout_s": 0}, r"vllm\.generate_timeout_s=0 is not above 0; use None"),
-        ({"log_level": "loud"}, r"vllm\.log_level='loud' is not one of DEBUG"),
+        ({"log_level": "loud"}, r"vllm\.log_level='loud' is not one of 'DEBUG'"),
         ({"engine_args": 3}, r"vllm\.engine_args=3 is no mapping"),
         ({"engine_args": {"max_num_seqs": 3}}, r"'max_num_seqs' is an option of its own"),
         ({"engine_args": {"gpu_memory_utilization": 0.9}}, r"set gpu_memory or trainer_reserve"),

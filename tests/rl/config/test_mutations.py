@@ -10,7 +10,7 @@ from fxrl.models import tiny_tokenizer
 from fxrl.rl.config.load import load_config
 from fxrl.rl.data.questions import read_source
 from fxrl.rl.errors import BadConfigError
-from fxrl.rl.loop.build import read_questions
+from fxrl.rl.loop.data import read_questions
 
 LONG = "9" * 5000
 VALUES = [

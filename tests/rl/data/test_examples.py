@@ -9,7 +9,7 @@ from fxrl.rl.config.load import config_of
 from fxrl.rl.config.tables import DataConfig
 from fxrl.rl.data.examples import ExampleBuilder
 from fxrl.rl.errors import DataError
-from fxrl.rl.loop.build import read_data
+from fxrl.rl.loop.data import read_data
 
 ASKED = "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
 USER, TOLD = {"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}

@@ -8,7 +8,7 @@ from fxrl.rl.config.load import load_config
 from fxrl.rl.config.tables import DataConfig, Turn
 from fxrl.rl.data.questions import PromptBuilder, question_text
 from fxrl.rl.errors import DataError
-from fxrl.rl.loop.build import read_questions
+from fxrl.rl.loop.data import read_questions
 
 ROW = {"question": "Add: 3 + 4 =", "answer": 7, "metadata": {"expression": "3 + 4"}}
 

@@ -19,7 +19,7 @@ from fxrl.rl.data.questions import (
     split_rows,
 )
 from fxrl.rl.errors import DataError
-from fxrl.rl.loop.build import read_questions
+from fxrl.rl.loop.data import read_questions
 
 
 def write(path, *rows):

@@ -14,7 +14,7 @@ from fxrl.rl import Trainer
 from fxrl.rl.config.load import config_of
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop.batching import make_batches
-from fxrl.rl.loop.build import read_data
+from fxrl.rl.loop.data import read_data
 from fxrl.rl.loop.precomputed import FILE
 from fxrl.rl.train import main
 from tests.capture.mixer import assert_matches_eager

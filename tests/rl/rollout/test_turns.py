@@ -16,7 +16,7 @@ from fxrl.rl.config.load import config_of
 from fxrl.rl.data.rewards import Reward
 from fxrl.rl.errors import ToolError
 from fxrl.rl.loop.batching import make_batches
-from fxrl.rl.loop.build import read_questions
+from fxrl.rl.loop.data import read_questions
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.rollout.function import RolloutFunction

@@ -20,7 +20,7 @@ from fxrl.errors import ConfigError, MissingPackageError
 from fxrl.models import load_model, tiny_tokenizer
 from fxrl.rl.config.load import config_of
 from fxrl.rl.errors import DataError, ToolError
-from fxrl.rl.loop.build import read_questions
+from fxrl.rl.loop.data import read_questions
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.train import main

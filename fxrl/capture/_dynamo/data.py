@@ -1,0 +1,245 @@
+"""What Python decides by data, followed: branches, loops over rows, numbers read off tensors.
+
+A branch on a tensor's value that only raises is a check (``fxrl.capture.checks``). In the first
+graph of a step others are taken for what they likely are, and so are numbers of rows and of rounds;
+the graph checks it (``fxrl.capture.branches``).
+"""
+
+# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._dynamo.variables import (
+    ConstantVariable,
+    NumpyVariable,
+    SymNodeVariable,
+    TensorVariable,
+)
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.lists import BaseListVariable
+
+from fxrl.capture._torch import dynamo_config
+from fxrl.capture.branches import Branches
+from fxrl.capture.breaks import place_of
+from fxrl.capture.checks import check, counted_rounds, counted_rows
+
+_JUMPS = [name for name in dis.opmap if "JUMP" in name and re.search("IF_(TRUE|FALSE)", name)]
+_ENDS = {
+    code
+    for name, code in dis.opmap.items()
+    if name.startswith(("RETURN", "RAISE", "JUMP_BACKWARD"))
+}
+_LEAVES = {
+    *dis.hasjrel,
+    *dis.hasjabs,
+    *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE"))),
+}
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_MANY_ROWS = 1000  # each round of a loop is traced
+_unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
+_make_range: Any = BuiltinVariable.call_range
+_call_numpy = NumpyVariable.call_function
+# The function that is captured and the branches that are followed in it, innermost last.
+followed: list[tuple[CodeType, Branches]] = []
+
+
+def _jump(name: str) -> Callable[[Any, Any], None]:
+    jumps_if, keeps = "IF_TRUE" in name, name.endswith("OR_POP")
+
+    def jump(translator: Any, instruction: Any) -> None:
+        value = translator.stack[-1].realize()
+        taken = _taken(translator, instruction, jumps_if) if _known_when_run(value) else None
+        if taken is None:
+            getattr(translator, name)(instruction)
+            return
+        truth, branch = taken
+        call = translator.output.create_proxy
+        passes = value.as_proxy()
+        if isinstance(value, SymNodeVariable):
+            passes = call("call_function", torch.scalar_tensor, (passes,), {})
+        if not truth:
+            passes = call("call_function", torch.logical_not, (passes,), {})
+        call("call_function", check, (passes, *(branch or (None, _user_line()))), {})
+        if truth == jumps_if:
+            translator.jump(instruction)
+        if truth != jumps_if or not keeps:
+            translator.pop()
+
+    return jump
+
+
+def _taken(
+    translator: Any, instruction: Any, jumps_if: bool
+) -> tuple[bool, tuple[int, ...]] | None:
+    """What to take a jump's value for, and the number of its branch: none where it only raises."""
+    target, following = translator.indexof[instruction.target], translator.instruction_pointer
+    jump_raises, next_raises = (
+        _only_raises(translator.instructions[start:]) for start in (target, following)
+    )
+    if jump_raises != next_raises:
+        return jumps_if != jump_raises, ()
+    back = target < following  # of a loop
+    jumps = not back and _length(translator.instructions[target:]) > _length(
+        translator.instructions[following:]
+    )
+    found = _follow(translator.output, (translator.f_code, instruction.offset), jumps == jumps_if)
+    return None if found is None else (bool(found[1]), found[:1])
+
+
+def _follow(output: Any, place: Any, likely: int) -> tuple[int, int] | None:
+    """The number of a branch and what its value is taken for, if the trace at hand follows any."""
+    root, branches = followed[-1] if followed else (None, None)
+    if branches is None or output.root_tx.f_code is not root:
+        return None
+    return branches.follow(output, place, likely, torch._guards.TracingContext.extract_stack)
+
+
+def _length(instructions: list[Any]) -> int:
+    """How far code that begins so goes on: a way that leaves early is the rarer one."""
+    return next((n for n, one in enumerate(instructions) if one.opcode in _ENDS), len(instructions))
+
+
+def _known_when_run(value: Any) -> bool:
+    """Whether a value that Python decides by is a tensor's, or was read off one."""
+    return isinstance(value, TensorVariable) or (
+        isinstance(value, SymNodeVariable) and not value.sym_num.node.has_hint()
+    )
+
+
+def _only_raises(instructions: list[Any]) -> bool:
+    """Whether code that begins so raises, and decides nothing before."""
+    for one in instructions:
+        if one.opname == "RAISE_VARARGS":
+            return True
+        if one.opcode in _LEAVES:
+            return False
+    return False
+
+
+def _user_line() -> str:
+    """File and line that are traced, of the user's code."""
+    return place_of(torch._guards.TracingContext.extract_stack())[0]
+
+
+def _subscript(translator: Any, instruction: Any) -> None:
+    """``x[index]`` with a tensor of one integer: Python reads the number, and so does the graph."""
+    indexed, index = (value.realize() for value in translator.stack[-2:])
+    if (
+        all(isinstance(value, TensorVariable) for value in (indexed, index))
+        and dynamo_config.capture_scalar_outputs
+    ):
+        value = index.as_proxy().node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _INTEGERS:
+            translator.pop()
+            translator.push(index.call_method(translator, "item", [], {}))
+    getattr(translator, instruction.opname)(instruction)
+
+
+def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:
+    return _unpack(_of_known_length(self, tx), tx, idxes)
+
+
+def _listed(self: Any, tx: Any) -> Any:
+    return _to_list(_of_known_length(self, tx), tx)
+
+
+def _of_known_length(rows: Any, tx: Any) -> Any:
+    """``rows`` as Python can go through them: of a number that depends on data a check is left."""
+    value = rows.as_proxy().node.meta.get("example_value")
+    likely = _likely_length(value) if isinstance(value, torch.Tensor) else None
+    if likely is None:
+        return rows
+    found = _follow(tx.output, _line(), likely)
+    if found is None:
+        return rows
+    branch, length = found
+    return wrap_fx_proxy(
+        tx,
+        tx.output.create_proxy(
+            "call_function", counted_rows, (rows.as_proxy(), length, branch), {}
+        ),
+    )
+
+
+def _line() -> tuple[str, int]:
+    """File and line that are traced, of whichever code."""
+    *_, frame = torch._guards.TracingContext.extract_stack()
+    return frame.filename, frame.lineno or 0
+
+
+def _likely_length(rows: torch.Tensor) -> int | None:
+    """How many there are if all are that may be, or no more than must: of indices, which nobody
+    writes into."""
+    size = rows.shape[0] if rows.dim() else 0
+    if rows.is_floating_point() or not isinstance(size, torch.SymInt) or size.node.has_hint():
+        return None
+    bounds = size.node.shape_env.var_to_range.get(size.node.expr)
+    known = () if bounds is None else (bounds.upper, bounds.lower)
+    return next(
+        (int(bound) for bound in known if bound.is_Integer and 0 < bound < _MANY_ROWS), None
+    )
+
+
+def _range(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``range(0, n, 512)`` over as many rows as data says: of so many rounds, which is checked."""
+    zero, one = ConstantVariable.create(0), ConstantVariable.create(1)
+    given = [arg.realize() for arg in args]
+    if len(given) not in (1, 2, 3):
+        return _make_range(self, tx, *args, **kwargs)
+    start, stop, step = (zero, *given, one) if len(given) == 1 else (*given, one)[:3]
+    fixed = start.is_python_constant() and step.is_python_constant()
+    unknown = isinstance(stop, SymNodeVariable) and _known_when_run(stop)
+    branch, rounds = (fixed and unknown and _follow(tx.output, _line(), 1)) or (0, _MANY_ROWS)
+    if rounds >= _MANY_ROWS:
+        return _make_range(self, tx, *args, **kwargs)
+    first, by = start.as_python_constant(), step.as_python_constant()
+    call = tx.output.create_proxy
+    end = call("call_function", torch.scalar_tensor, (stop.as_proxy(),), {"dtype": torch.int64})
+    call("call_function", counted_rounds, (end, first, by, rounds, branch), {})
+    ends = (first, first + rounds * by, by)
+    return _make_range(self, tx, *map(ConstantVariable.create, ends))
+
+
+def _averaged(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``np.mean(metrics)`` of numbers that were read off tensors, which no array is made of. One
+    number is told as one, which JSON can write, where no method of an array is asked for."""
+    given = [_of_numbers(tx, one.realize()) for one in args]
+    made = _call_numpy(self, tx, given, kwargs)
+    read_off = any(one is not own.realize() for one, own in zip(given, args, strict=True))
+    is_one = read_off and getattr(made, "ndim", None) == 0
+    if is_one and tx.next_instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+        return made.call_method(tx, "item", [], {})
+    return made
+
+
+def _of_numbers(tx: Any, given: Any) -> Any:
+    """A list of numbers, some of them known when the graph runs, as a tensor; all else as it is."""
+    items = [one.realize() for one in given.items] if isinstance(given, BaseListVariable) else []
+    numbers = all(isinstance(one, (ConstantVariable, SymNodeVariable)) for one in items)
+    if not numbers or not any(map(_known_when_run, items)):
+        return given
+    call = tx.output.create_proxy
+    dtype = torch.int64 if all(one.python_type() is int for one in items) else torch.float64
+    made = [
+        call("call_function", torch.scalar_tensor, (one.as_proxy(),), {"dtype": dtype})
+        for one in items
+    ]
+    return wrap_fx_proxy(tx, call("call_function", torch.stack, (made,), {}))
+
+
+HANDLERS = {dis.opmap[name]: _jump(name) for name in _JUMPS}
+if "BINARY_SUBSCR" in dis.opmap:  # a case of BINARY_OP from Python 3.14 on
+    HANDLERS[dis.opmap["BINARY_SUBSCR"]] = _subscript
+REPLACED: list[tuple[Any, str, Any]] = [
+    (TensorVariable, "unpack_var_sequence", _unpacked),
+    (TensorVariable, "method_tolist", _listed),
+    (BuiltinVariable, "call_range", _range),
+    (NumpyVariable, "call_function", _averaged),
+]

@@ -1,0 +1,189 @@
+"""What does something besides computing: prints, logs, hooks for gradients, clocks.
+
+What is printed waits for the graph's end, a hook that never looks at its gradient for the loss, and
+a clock is read as the graph runs. Loggers are asked at once, under guards.
+"""
+
+# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.variables import (
+    ConstantVariable,
+    ConstDictVariable,
+    SkipFunctionVariable,
+    SymNodeVariable,
+    TensorVariable,
+    TupleVariable,
+    UserDefinedObjectVariable,
+)
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
+from torch._dynamo.variables.lists import ListVariable, SizeVariable
+from torch._dynamo.variables.misc import (
+    DebuggingVariable,
+    IgnoredFunctionVariable,
+    LoggingLoggerVariable,
+    StringFormatVariable,
+)
+from torch.utils.checkpoint import checkpoint_sequential
+
+from fxrl.capture._dynamo.ends import callers
+from fxrl.capture.clocks import CLOCKS, read_clock
+from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
+from fxrl.capture.scoped_hooks import LEVELS
+from fxrl.capture.segments import in_segments
+
+_print = DebuggingVariable.call_function
+_ask_logger = LoggingLoggerVariable.call_method
+_register_hook = TensorVariable._method_register_hook
+_call_skipped = SkipFunctionVariable.call_function
+_GETATTRS = ("var_getattr", "tp_getattro_impl")  # the second from torch 2.15 on
+_GETATTR = next((name for name in _GETATTRS if name in vars(UserDefinedObjectVariable)), "")
+_attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
+_PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
+
+
+def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Told to the graph's end, unless it is in a body of its own: a checkpoint's, or the one of
+    equal layers, which would print once for all of them."""
+    named = {
+        name: value.realize()
+        for name, value in kwargs.items()
+        if name not in ("flush", "stacklevel")
+    }
+    told = [_as_it_is(arg) for arg in args]
+    known = all(_may_wait(name, value) for name, value in named.items())
+    if _in_body(tx) or not known or None in told:
+        return _print(self, tx, args, kwargs)
+    names = ConstantVariable.create(tuple(named))
+    tx.output.root_tx.debug_locals.append(
+        (_Teller(self.value), [self, names, *named.values(), *told])
+    )
+    return ConstantVariable.create(None)
+
+
+def _as_it_is(printed: Any) -> Any:
+    """A printed value, of a list or dict a copy as it is now; None where it cannot wait."""
+    printed = printed.realize()
+    if isinstance(printed, ConstDictVariable):
+        items = {key: _as_it_is(value) for key, value in printed.items.items()}
+        return None if None in items.values() else ConstDictVariable(items)
+    if type(printed) in (ListVariable, TupleVariable):
+        parts = [_as_it_is(one) for one in printed.items]
+        return None if None in parts else type(printed)(parts)
+    return printed if isinstance(printed, _PRINTED) else None
+
+
+def _may_wait(name: str, value: Any) -> bool:
+    return isinstance(value, ConstantVariable) or (name == "file" and value.source is not None)
+
+
+class _Teller(DebuggingVariable):
+    """Calls a function that tells with its keywords, which Dynamo leaves out."""
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.load_import_from(__name__, tell.__name__)
+
+
+def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) -> None:
+    """``function``, by captured code: with keywords of these names, whose values come first."""
+    function(*values[len(names) :], **dict(zip(names, values, strict=False)))
+
+
+def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Whether a logger would tell something: by levels that are guarded."""
+    logger, root = self.value, logging.root
+    known = logger is root or root.manager.loggerDict.get(logger.name) is logger
+    if name not in ("isEnabledFor", "getEffectiveLevel") or not known or kwargs:
+        return _ask_logger(self, tx, name, args, kwargs)
+    source: Any = AttrSource(tx.import_source("logging"), "root")
+    if logger is not root:
+        source = reduce(AttrSource, ("manager", "loggerDict"), source)
+        source = DictGetItemSource(source, logger.name)
+    names, above = ["disabled", "manager.disable", "level"], logger
+    while above.parent is not None:
+        above = above.parent
+        names.append(f"{names[-1].removesuffix('level')}parent.level")
+    for path in names:
+        level = reduce(AttrSource, path.split("."), source)
+        install_guard(level.make_guard(GuardBuilder.CONSTANT_MATCH))
+    given = (one.as_python_constant() for one in args)
+    return ConstantVariable.create(getattr(logger, name)(*given))
+
+
+def _attribute_of(self: Any, tx: Any, name: str) -> Any:
+    """A ``LoggerAdapter``'s log methods are its logger's, which are left out; keys are attributes
+    where a dictionary's class says so: ``__getattr__ = dict.__getitem__``."""
+    if isinstance(self.value, logging.LoggerAdapter) and name.startswith(LEVELS):
+        method = getattr(self.value, name)
+        if callable(method):
+            return IgnoredFunctionVariable(method)
+    kind = type(self.value)
+    found = getattr(kind, "__getattr__", None)
+    is_key = found in (dict.__getitem__, dict.get) and not hasattr(kind, name)
+    if is_key and name not in vars(self.value):
+        return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
+    return _attribute(self, tx, name)
+
+
+def _hooked(self: Any, tx: Any, name: str, hook: Any) -> Any:
+    """A hook that looks away from its gradient is hung on the loss, by code behind the graph."""
+    ignored = tx.next_instruction.opname == "POP_TOP"  # the handle, which would remove the hook
+    may_wait = name == "register_hook" and ignored and not self.source and not _in_body(tx)
+    if not may_wait or not _looks_away(hook):
+        return _register_hook(self, tx, name, hook)
+    tx.output.root_tx.debug_locals.append((_HookHanger(hang_on_loss), [hook]))
+    return ConstantVariable.create(None)
+
+
+def _looks_away(hook: Any) -> bool:
+    given, hook = 0, hook.realize()
+    while isinstance(hook, FunctoolsPartialVariable):
+        given, hook = given + len(hook.args), hook.func.realize()
+    bound = isinstance(hook, UserMethodVariable)  # its self is given
+    return hasattr(hook, "get_code") and looks_away(hook.get_code(), given + bound)
+
+
+class _HookHanger(DebuggingVariable):
+    """Calls ``hang_on_loss``."""
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.load_import_from(hang_on_loss.__module__, hang_on_loss.__name__)
+
+
+def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A clock's time, read where the graph runs, and layers that are checkpointed in segments; at
+    other functions that Dynamo skips the graph ends."""
+    if self.value is checkpoint_sequential:
+        return VariableTracker.build(tx, in_segments).call_function(tx, args, kwargs)
+    if args or kwargs or self.value not in CLOCKS or _in_body(tx):
+        return _call_skipped(self, tx, args, kwargs)
+    which = (CLOCKS.index(self.value), len(tx.output.graph.nodes))
+    time = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", read_clock, which, {}))
+    return time.call_method(tx, "item", [], {})
+
+
+def _in_body(tx: Any) -> bool:
+    """Whether what is traced is a graph of its own inside of the one at hand."""
+    return tx.output.current_tracer.parent is not None or any(
+        "_trace_first" in one.f_code.co_name for one in callers(tx)
+    )
+
+
+REPLACED: list[tuple[Any, str, Any]] = [
+    (DebuggingVariable, "call_function", _print_later),
+    (LoggingLoggerVariable, "call_method", _asked),
+    (logging.getLogger, "_dynamo_marked_constant", True),
+    (TensorVariable, "_method_register_hook", _hooked),
+    (SkipFunctionVariable, "call_function", _skipped),
+]
+if _GETATTR:
+    REPLACED.append((UserDefinedObjectVariable, _GETATTR, _attribute_of))

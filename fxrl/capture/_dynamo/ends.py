@@ -1,0 +1,104 @@
+"""Where a graph must end inside of a function that is called, it ends where the rest can still be
+captured."""
+
+# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.variables import (
+    NNModuleVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
+)
+
+_tracer: Any = torch._dynamo.symbolic_convert
+_end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
+_could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
+# None in torch 2.11, whose own can be rebuilt.
+_DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
+_MANY_LAYERS = 32  # each is captured on its own then
+
+
+def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
+    return _end_graph(self, tx, *args, **kwargs)
+
+
+def _may_end(self: Any) -> bool:
+    """Whether a graph may end here in a function that is called.
+
+    Not in a comprehension, which cannot be resumed; not where torch's backward hooks look for what
+    autograd noted, which no trace holds; nor in a loop, whose function would be left out with all
+    of its callers.
+    """
+    name, file = self.f_code.co_name, self.f_code.co_filename
+    whole = (name.startswith("<") and name != "<lambda>") or file == torch.utils.hooks.__file__
+    return _could_end(self) and not whole and not _in_loop(self)
+
+
+def _in_loop(self: Any) -> bool:
+    return any(map(_loops, callers(self)))
+
+
+def _loops(translator: Any) -> bool:
+    """Whether what it traces is in a loop; one over a few modules, of layers, may go on behind a
+    break."""
+    offset, following = (
+        translator.current_instruction.offset,
+        translator.instructions[translator.instruction_pointer :],
+    )
+    ends = next(
+        (n for n, one in enumerate(following) if one.opname.startswith("RETURN")), len(following)
+    )
+    if not any(one.opname in JUMP_OPNAMES and one.argval < offset for one in following[:ends]):
+        return False
+    iterated = [
+        _left_in(value.realize())
+        for value in translator.stack
+        if "Iterator" in type(value.realize()).__name__
+    ]
+    return not iterated or not all(map(_few_modules, iterated))
+
+
+def _few_modules(left: list[Any]) -> bool:
+    return len(left) < _MANY_LAYERS and all(
+        isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left
+    )
+
+
+def _left_in(iterator: Any) -> list[Any]:
+    """What a loop has yet to come to: of a list, or of a dict's values, keys or items."""
+    if not hasattr(iterator, "view_type"):
+        return list(getattr(iterator, "items", ()))[getattr(iterator, "index", 0) :]
+    _, (left,) = iterator._iter.__reduce__()[:2]
+    made = {"keys": lambda key: key.vt, "items": lambda item: TupleVariable([item[0].vt, item[1]])}
+    return [made.get(iterator.view_type, lambda value: value)(one) for one in left]
+
+
+def _rebuild_iterator(self: Any, codegen: Any) -> None:
+    """Code that makes what is left of a loop over a dict, such as ``for layer in self.layers``: a
+    graph that ends inside of the loop goes on behind its break, and is not left with its caller."""
+    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
+    codegen(TupleVariable(_left_in(self)))
+    codegen.extend_output(create_call_function(1, False))
+
+
+def callers(translator: Any) -> Iterator[Any]:
+    """It and those that it was called by."""
+    while translator is not None:
+        yield translator
+        translator = getattr(translator, "parent", None)
+
+
+REPLACED: list[tuple[Any, str, Any]] = [
+    (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
+    (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
+    (_tracer.InstructionTranslatorBase, "maybe_has_backedge", _in_loop),
+]
+if _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR):
+    REPLACED.append((_DICT_ITERATOR, "reconstruct", _rebuild_iterator))

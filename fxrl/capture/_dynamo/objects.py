@@ -1,0 +1,180 @@
+"""Python's own objects: imports, classes and their instances, layers that equal others.
+
+An import that fails raises there: libraries try a faster package inside of a loss's function, and
+go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says whose
+weight it is. A class that says itself what it has for instances is asked. A ``SimpleNamespace`` is
+made: small models return one. A progress bar around a loop is left out.
+"""
+
+# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch._dynamo.exc import (
+    raise_observed_exception,  # what traced code would raise here, for it to catch
+    unimplemented,  # ends the graph
+)
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import (
+    ConstantVariable,
+    ConstDictVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+)
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.nn_module import (
+    record_nn_module_stack,
+    unpatched_nn_module_call,
+    unpatched_nn_module_call_impl,
+)
+
+from fxrl.capture._torch import global_hooks
+from fxrl.capture.repeated import again, kind_of_cache, only_again
+from fxrl.ir.graph import hint
+
+_make_instance: Any = UserDefinedClassVariable.call_function
+_is_instance = BuiltinVariable.call_isinstance
+_call_module = UnspecializedNNModuleVariable.call_function
+_AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
+# Torch 2.15 does.
+_KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
+
+
+def _import_name(translator: Any, instruction: Any) -> None:
+    level, names = (value.as_python_constant() for value in translator.stack[-2:])
+    try:
+        __import__(instruction.argval, translator.f_globals, None, names, level)
+    except ImportError as error:
+        translator.popn(2)
+        known = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise_observed_exception(known, translator, args=[str(error)])
+    translator.IMPORT_NAME(instruction)
+
+
+def _load_attribute(translator: Any, instruction: Any) -> None:
+    if instruction.argval in ("__module__", "__name__", "__qualname__"):
+        owner = translator.stack[-1].realize()
+        if isinstance(owner, TorchInGraphFunctionVariable) and isinstance(owner.value, type):
+            translator.pop()
+            translator.push(ConstantVariable.create(getattr(owner.value, instruction.argval)))
+            return
+    translator.LOAD_ATTR(instruction)
+
+
+def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if tx.next_instruction.opname == "GET_ITER" and _is_progress_bar(self.value) and len(args) == 1:
+        return args[0]  # ``for row in tqdm(rows)``: the loop has run before a bar could be drawn
+    if self.value is not SimpleNamespace or args or _KNOWS_NAMESPACES:
+        return _make_instance(self, tx, args, kwargs)
+    kind = UserDefinedClassVariable(_Namespace, source=self.source)
+    made = tx.output.side_effects.track_new_user_defined_object(kind, kind, [])
+    for name, value in kwargs.items():
+        made.call_method(tx, "__setattr__", [ConstantVariable.create(name), value], {})
+    return made
+
+
+def _is_progress_bar(kind: Any) -> bool:
+    tqdm: Any = sys.modules.get("tqdm.std")  # where it is not loaded, nothing is one
+    return tqdm is not None and isinstance(kind, type) and issubclass(kind, tqdm.tqdm)
+
+
+class _Namespace(SimpleNamespace):
+    """What Dynamo sees for a ``SimpleNamespace``: of one whose attributes C code reads it would
+    take what traced code has set for absent."""
+
+    __getattribute__ = object.__getattribute__
+    __setattr__ = object.__setattr__
+
+
+def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
+    """Classes that say themselves what they have for instances are asked: ``Float[Tensor, "b t"]``.
+
+    Dynamo knows subclasses alone, and takes every tensor for none of theirs. Asked are the symbolic
+    tensor, so that what is read of its sizes is guarded, and one on ``meta`` of the real one's
+    class; the graph ends where they differ, or where values are read, which neither has.
+    """
+    kinds = kind.as_python_constant() if isinstance(arg, TensorVariable) else ()
+    if not any(map(_says_itself, kinds if isinstance(kinds, tuple) else (kinds,))):
+        return _is_instance(self, tx, arg, kind)
+    symbolic, own = arg.as_proxy().node.meta["example_value"], arg.python_type()
+    try:
+        sizes, strides = (list(map(hint, found)) for found in (symbolic.shape, symbolic.stride()))
+        like = torch.empty_strided(sizes, strides, dtype=symbolic.dtype, device="meta")
+        if own is torch.nn.Parameter:
+            like = own(like, symbolic.requires_grad)
+        answers = {isinstance(one, kinds) for one in (symbolic, like)}
+    except Exception as error:  # whatever a class asks of tensors
+        _end_here(f"{kinds} asks a tensor for what is known when it runs ({error})")
+    if len(answers) > 1 or own not in (torch.Tensor, torch.nn.Parameter):
+        _end_here(f"whether {own.__name__} is one of {kinds} is known when it runs")
+    return ConstantVariable.create(answers.pop())
+
+
+def _end_here(why: str) -> NoReturn:
+    unimplemented(
+        gb_type="isinstance() of a class that says itself what it has for instances",
+        context="",
+        explanation=why,
+        hints=[],
+    )
+
+
+def _says_itself(kind: Any) -> bool:
+    return isinstance(kind, type) and type(kind).__instancecheck__ not in _BY_CLASS
+
+
+_BY_CLASS = {
+    type(kind).__instancecheck__
+    for kind in (object, Callable, torch.Tensor, torch.nn.Parameter, torch.FloatTensor)
+}
+
+
+def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A layer that equals an earlier one is one call of the graph, while it has its place. What a
+    module does around its forward is nothing without hooks, which are watched, and tracing it takes
+    4 ms a layer."""
+    token = only_again(self.value) if self.source and not global_hooks() else None
+    around = type(self.value).__call__, type(self.value)._call_impl
+    if token is None or around != _AROUND or any(map(_is_cache, kwargs.values())):
+        return _call_module(self, tx, args, kwargs)
+    named = {ConstantVariable.create(name): value for name, value in kwargs.items()}
+    given = [ConstantVariable.create(token), TupleVariable([*args]), ConstDictVariable(named)]
+    install_guard(AttrSource(self.source, "forward").make_guard(GuardBuilder.ID_MATCH))
+    place = str(id(self.value)), self.get_nn_module_stack_source(), tx, self.value
+    with record_nn_module_stack(*place):
+        return TorchInGraphFunctionVariable(again).call_function(tx, given, {})
+
+
+def _is_cache(value: Any) -> bool:
+    known = value.realize()
+    return isinstance(known, UserDefinedObjectVariable) and isinstance(known.value, kind_of_cache())
+
+
+def _name_nothing(self: Any, module: Any, source: Any) -> None:
+    """Names of parameters for a graph that holds them are not asked for: here all are inputs. Each
+    module that is read would have all those inside of it named, at every level: 4 ms a layer."""
+
+
+HANDLERS = {
+    dis.opmap["IMPORT_NAME"]: _import_name,
+    dis.opmap["LOAD_ATTR"]: _load_attribute,
+}
+REPLACED: list[tuple[Any, str, Any]] = [
+    (UserDefinedClassVariable, "call_function", _instance),
+    (BuiltinVariable, "call_isinstance", _isinstance),
+    (UnspecializedNNModuleVariable, "call_function", _call_layer),
+    (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
+]
+if not _KNOWS_NAMESPACES:
+    UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
