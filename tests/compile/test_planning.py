@@ -218,6 +218,7 @@ def test_attention_takes_the_pairs_that_a_mask_leaves():
     shape.use_cache = False  # else transformers looks for no documents
     options = {"outline-layers": {"least_hidden": {}}, "factor-masks": {"least_mask": {}}}
     given = fxrl.Config(min_saved_bytes=0, gpu_memory="4GiB", pass_options=options)
+    kept = Plan({"0:model.layers.0": CutLayer()})  # the one choice that is priced
 
     def seconds(device, documents):
         torch._dynamo.reset()
@@ -227,7 +228,7 @@ def test_attention_takes_the_pairs_that_a_mask_leaves():
         rows = {name: torch.zeros(size) for name, size in rows.items()}
         rows["input_ids"] = torch.zeros(1, 4096, dtype=torch.long)
         rows["position_ids"] = (torch.arange(4096) % (4096 // documents))[None]
-        step = fxrl.optimize(model, losses.grpo(beta=0.0), given)
+        step = fxrl.optimize(model, losses.grpo(beta=0.0), given, plan=kept)
         return step.plan_for(rows, target=SLOW_ATTENTION).step_seconds
 
     packed, whole, unknown = seconds("cpu", 8), seconds("cpu", 1), seconds("meta", 8)

@@ -23,6 +23,7 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 
 from fxrl.capture._torch import dynamo_config
@@ -46,6 +47,7 @@ _MANY_ROWS = 1000  # each round of a loop is traced
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
 _make_range: Any = BuiltinVariable.call_range
 _call_numpy = NumpyVariable.call_function
+_call_polyfill = PolyfilledFunctionVariable.call_function
 # The function that is captured and the branches that are followed in it, innermost last.
 followed: list[tuple[CodeType, Branches]] = []
 
@@ -207,6 +209,15 @@ def _range(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return _make_range(self, tx, *map(ConstantVariable.create, ends))
 
 
+def _any_or_all(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """``if any(x.isnan().view(-1)):`` is a branch on ``x.any()``, not one on each entry."""
+    decides = self.fn in (any, all) and tx.next_instruction.opname in (*_JUMPS, "TO_BOOL")
+    given = args[0].realize() if decides and len(args) == 1 else None
+    if isinstance(given, TensorVariable) and given.ndim == 1:
+        return given.call_method(tx, self.fn.__name__, [], {})
+    return _call_polyfill(self, tx, args, kwargs)
+
+
 def _averaged(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``np.mean(metrics)`` of numbers that were read off tensors, which no array is made of. One
     number is told as one, which JSON can write, where no method of an array is asked for."""
@@ -241,5 +252,6 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
     (BuiltinVariable, "call_range", _range),
+    (PolyfilledFunctionVariable, "call_function", _any_or_all),
     (NumpyVariable, "call_function", _averaged),
 ]

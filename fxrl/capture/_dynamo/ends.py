@@ -4,8 +4,11 @@ captured."""
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
@@ -48,14 +51,8 @@ def _in_loop(self: Any) -> bool:
 def _loops(translator: Any) -> bool:
     """Whether what it traces is in a loop; one over a few modules, of layers, may go on behind a
     break."""
-    offset, following = (
-        translator.current_instruction.offset,
-        translator.instructions[translator.instruction_pointer :],
-    )
-    ends = next(
-        (n for n, one in enumerate(following) if one.opname.startswith("RETURN")), len(following)
-    )
-    if not any(one.opname in JUMP_OPNAMES and one.argval < offset for one in following[:ends]):
+    lowest = _lowest_jumps(translator)[translator.instruction_pointer]
+    if lowest >= translator.current_instruction.offset:
         return False
     iterated = [
         _left_in(value.realize())
@@ -63,6 +60,25 @@ def _loops(translator: Any) -> bool:
         if "Iterator" in type(value.realize()).__name__
     ]
     return not iterated or not all(map(_few_modules, iterated))
+
+
+#: By code, for each of its instructions and behind the last.
+_LOWEST: WeakKeyDictionary[CodeType, list[float]] = WeakKeyDictionary()
+
+
+def _lowest_jumps(translator: Any) -> list[float]:
+    """The lowest offset that an instruction jumps to, from each one on up to the next return: asked
+    for at every line that is traced, of all callers."""
+    code, instructions = translator.f_code, translator.instructions
+    known = _LOWEST.get(code, [])
+    if len(known) != len(instructions) + 1:
+        known = [math.inf]
+        for one in reversed(instructions):
+            ends, jumps = one.opname.startswith("RETURN"), one.opname in JUMP_OPNAMES
+            known.append(math.inf if ends else min(known[-1], one.argval) if jumps else known[-1])
+        known.reverse()
+        _LOWEST[code] = known
+    return known
 
 
 def _few_modules(left: list[Any]) -> bool:
