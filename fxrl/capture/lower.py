@@ -126,7 +126,7 @@ def lower(
     _mark_gradients(inputs)
     examples = [example_of(node) for node in inputs]
     passed = {node for node in inputs if _only_passed(node)}
-    with _tracing(examples), fx_traceback.preserve_node_meta(), torch.no_grad():
+    with _tracing(gm), fx_traceback.preserve_node_meta(), torch.no_grad():
         try:
             lowered, opaque = _traced(gm, passed, grad_enabled, _as_it_stands)
             if writes(lowered):  # a part of an op that is decomposed
@@ -137,7 +137,7 @@ def lower(
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
     _forget_offsets(lowered.graph)
-    with _tracing(examples):
+    with _tracing(gm):
         _spell_numels(lowered.graph)
         _pad_rows_in_order(lowered.graph)
         _settle_slices(lowered.graph)
@@ -230,8 +230,9 @@ def _add_inputs(lowered: fx.GraphModule, inputs: list[fx.Node], passed: set[fx.N
 
 
 @contextmanager
-def _tracing(examples: list[Any]) -> Iterator[None]:
+def _tracing(gm: fx.GraphModule) -> Iterator[None]:
     """Trace in Dynamo's own fake mode; new data-dependent sizes belong to this trace alone."""
+    examples = map(example_of, gm.graph.nodes)  # its inputs may be sizes alone
     mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
     with ExitStack() as stack:
         if mode is not None:

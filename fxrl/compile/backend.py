@@ -48,7 +48,7 @@ from fxrl.ir.printer import print_graph
 from fxrl.ir.region import Region, region_calls
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
-from fxrl.ir.source import user_source
+from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
 from fxrl.passes import pipeline
 from fxrl.passes.recompute import outlined_layers
@@ -151,7 +151,7 @@ class Backend:
         except Exception as error:
             refusal = error if isinstance(error, Refusal) else Refusal(_line(error))
             refusal.reason = f"the graph could not be lowered: {refusal.reason}"
-            self._fall_back(capture, refusal)
+            self._fall_back(capture, refusal, source_of_trace(str(error)))  # fx tells the node's
             return None
         name_sites(lowered, str(capture.index))
         if capture.graph_breaks or not is_first_graph():
@@ -299,10 +299,12 @@ class Backend:
             return build_region(region, None, self.plan)
         return built
 
-    def _fall_back(self, capture: Capture, refusal: Refusal) -> None:
+    def _fall_back(self, capture: Capture, refusal: Refusal, source: str = "") -> None:
         """Say that the user's own graph runs, as ``on_miss`` wants it said."""
         capture.running = False
-        why, source = refusal.reason, "" if refusal.at is None else user_source(refusal.at)
+        why = refusal.reason
+        if refusal.at is not None:
+            source = user_source(refusal.at)
         missed = capture.note(RemarkKind.MISSED, "capture", why, refusal.cure, source=source)
         if capture.rewritten is not None:  # what was applied does not run
             rewritten = tuple(_taken_back(r, why) for r in capture.rewritten.report.remarks)

@@ -332,6 +332,39 @@ def test_a_graph_break_names_its_line_and_the_numbers_stay() -> None:
     assert captures(step) == 2  # the rest is still captured
 
 
+def test_a_graph_whose_inputs_are_sizes_alone_is_lowered() -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        weight = torch.full((len(batch["ids"]), 1), 0.5)
+        torch._dynamo.graph_break()
+        return policy_loss(model, batch | {"adv": batch["adv"] * weight})
+
+    model = make_model()
+    step = optimize(model, loss_fn, CONFIG)
+    for rows in (2, 3, 5):
+        assert_matches_eager(step, loss_fn, model, make_batch(rows=rows))
+    assert not step.report.of_kind("missed")
+    assert fused(step)
+
+
+def test_what_cannot_be_lowered_names_its_line() -> None:
+    """A library's op whose result shares memory, which no functional graph can hold."""
+    with torch.library._scoped_library("fxrl_features", "FRAGMENT") as library:
+        library.define("look(Tensor(a) x) -> Tensor(a)")
+        library.impl("look", lambda x: x.view(x.shape), "CompositeExplicitAutograd")
+        library.impl("look", lambda x: x.view(x.shape), "Meta")
+
+        def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+            looked = torch.ops.fxrl_features.look(batch["adv"])
+            return policy_loss(model, batch | {"adv": looked})
+
+        step = optimize(make_model(), loss_fn, QUIET)
+        step(make_batch())
+    (remark,) = step.report.of_kind("missed")
+    line = loss_fn.__code__.co_firstlineno + 1
+    assert remark.reason.startswith("the graph could not be lowered: ")
+    assert remark.source.endswith(f"test_capture_features.py:{line}")
+
+
 def test_on_miss() -> None:
     model, batch = make_model(), make_batch()
 

@@ -21,6 +21,7 @@ from tests.passes.layered import Block, ids_batch, make_stack, outlined, square_
 from tests.passes.lowered import lowered, plain
 
 OPTIONS = {"passes": ("recompute",), "compile_regions": False, "on_miss": "error"}
+WRITING = OPTIONS | {"passes": ("recompute", "offload")}
 
 
 @pytest.fixture(autouse=True)
@@ -179,21 +180,67 @@ def decayed_loss(model, batch):
     return square_loss(model, batch)
 
 
-def test_a_layer_that_writes_runs_again_with_what_it_read():
-    models = make_stack(2, block=Normed).double(), make_stack(2, block=Normed).double()
+class InPlace(Block):
+    """What it has made, a view of that, and its argument's copy."""
+
+    def forward(self, x):
+        made = super().forward(x)
+        made[..., :3].zero_()
+        made.mul_(0.5).sigmoid_()
+        x = x + 0
+        x += made
+        return x
+
+
+class Given(Block):
+    """Its parameters: clamped under no_grad, scaled by other data, renormed by a look-up."""
+
+    def __init__(self, width=8, **options):
+        super().__init__(width, **options)
+        self.shift = nn.Parameter(torch.rand(width))
+        self.places = nn.Embedding(5, width, max_norm=0.7)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.down.weight.clamp_(-0.2, 0.2)
+        self.up.weight.data = self.up.weight.data * 0.9
+        places = torch.arange(x.shape[1], device=x.device) % 5
+        return super().forward(x) + self.places(places) * self.shift
+
+
+class Fresh(Block):
+    """Into zeros that nobody else reads."""
+
+    def __init__(self, width=8, **options):
+        super().__init__(width, **options)
+        self.shift = nn.Parameter(torch.rand(width))
+
+    def forward(self, x):
+        out = torch.zeros_like(x).detach()
+        out[:, 1:] = super().forward(x)[:, 1:]
+        return x * self.shift + out
+
+
+@pytest.mark.parametrize("kind", [Normed, InPlace, Given, Fresh])
+def test_a_layer_that_writes_runs_again_with_what_it_read(kind):
+    models = make_stack(4, block=kind), make_stack(4, block=kind)
     models[1].load_state_dict(models[0].state_dict())
-    plan = Plan({f"0:blocks.{i}": CutLayer("inputs", "host", "host") for i in range(2)})
-    step = fxrl.optimize(models[0], decayed_loss, fxrl.Config(**OPTIONS), plan=plan)
+    loss = decayed_loss if hasattr(models[0].blocks[0], "shift") else square_loss
+    cuts = enumerate(("inputs", "products", "attention", "fewest"))
+    plan = Plan({f"0:blocks.{i}": CutLayer(cut, "host", "host") for i, cut in cuts})
+    step = fxrl.optimize(models[0], loss, fxrl.Config(**WRITING), plan=plan)
     for seed in range(3):
         torch.manual_seed(seed)
-        batch = ids_batch()
+        batch = ids_batch(2, 5 + seed)
         step(batch).backward()
-        decayed_loss(models[1], batch).backward()
-    for kind in ("state_dict", "named_parameters"):
-        got, wanted = (dict(getattr(model, kind)()) for model in models)
+        loss(models[1], batch).backward()
+    for named in ("state_dict", "named_parameters"):
+        got, wanted = (dict(getattr(model, named)()) for model in models)
         torch.testing.assert_close(got, wanted)
     assert_same(*(gradients(model) for model in models))
     assert not any(buffer.requires_grad for buffer in models[0].buffers())
+    moved = [r.reason for r in step.report.of_kind("applied") if r.pass_name == "offload"]
+    assert len(moved) == 4
 
 
 # ---------------------------------------------------------------------------- the plan itself
