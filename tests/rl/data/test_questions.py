@@ -242,7 +242,7 @@ def test_another_split_or_another_dataset(options, source):
         (b"PAR1\xe0", "it is Parquet: write it as JSONL, or name a folder"),
         (b"PK\x03\x04\xff", "a zip archive or a spreadsheet"),
         ('{"prompt": "x"}'.encode("utf-16"), "save it as UTF-8"),
-        (b'{"prompt": "caf\xe9"}', "save it as UTF-8"),
+        (b'{"prompt": "\xe9"}', "save it as UTF-8"),
     ],
 )
 def test_a_file_that_is_no_text_is_known_by_its_first_bytes(data, cure, tmp_path):
