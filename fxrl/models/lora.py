@@ -106,7 +106,13 @@ class StoredAdapter:
         """Wraps ``base``, in place, by the adapter, which is trained; ``fp32_adapter`` as of
         ``lora``. Raises ``ModelError`` if its weights do not fit the model."""
         peft = optional("peft", "LoRA")
-        config = peft.PeftConfig.from_pretrained(str(self.folder))
+        try:
+            config = peft.PeftConfig.from_pretrained(str(self.folder))
+        except Exception as error:  # of whatever stands in it
+            raise ModelError(
+                f"adapter {str(self.folder)!r}: peft {peft.__version__} cannot read its "
+                f"adapter_config.json ({error!r:.200}); correct it, or upgrade peft"
+            ) from error
         if config.is_prompt_learning:
             raise ModelError(
                 f"adapter {str(self.folder)!r} is {config.peft_type.value}: learned prompts cannot "
@@ -121,16 +127,19 @@ class StoredAdapter:
             found = peft.set_peft_model_state_dict(made, stored)
             own = peft.get_peft_model_state_dict(made, save_embedding_layers=False)
             wrong = sorted({*found.unexpected_keys, *(own.keys() - stored.keys())})
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise self._unfit(str(error).strip().splitlines()[-1].strip()[:200]) from error
+        # PEFT and the readers of its files have no common class of errors.
+        except Exception as error:
+            reason = str(error).strip() or type(error).__name__
+            raise self._unfit(reason.splitlines()[-1].strip()[:200]) from error
         if wrong:
             raise self._unfit(f"{len(wrong)} weights are in one of them alone, such as {wrong[0]}")
         return made
 
     def _unfit(self, why: str) -> ModelError:
         return ModelError(
-            f"adapter {str(self.folder)!r} does not fit its base model {self.base!r} ({why}); give "
-            "the model that it was trained on as base_model_name_or_path of its adapter_config.json"
+            f"adapter {str(self.folder)!r} cannot be put on its base model {self.base!r} ({why}); "
+            "name the model that it was trained on as base_model_name_or_path of its "
+            "adapter_config.json, or copy its files anew"
         )
 
 
@@ -152,7 +161,8 @@ def stored_adapter(model_id: str | Path) -> StoredAdapter | None:
             f"adapter {str(model_id)!r}: its base model {base!r} is an adapter itself; merge that "
             "into its own base model (PEFT's merge_and_unload), and name the result"
         )
-    ranks = [table.get("r"), *(table.get("rank_pattern") or {}).values()]
+    pattern = table.get("rank_pattern")
+    ranks = [table.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
     rank = max((r for r in ranks if isinstance(r, int)), default=None)
     return StoredAdapter(folder, base, rank, table.get("task_type") == "SEQ_CLS")
 

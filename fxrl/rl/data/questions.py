@@ -81,6 +81,16 @@ def read_source(config: DataConfig, *, prompts: bool = True) -> RowSource:
     return RowSource(tuple(rows[kept]), config.prompt, tuple(places[kept]), environment=environment)
 
 
+_SAVE_SO = "save it as UTF-8"
+_BY_DATASETS = "or name a folder of such files by data.dataset"
+_OTHERS = {
+    b"\x1f\x8b": f"it is compressed by gzip: unpack it, {_BY_DATASETS}",
+    b"PK": "it is a zip archive or a spreadsheet: unpack it, or save it as CSV",
+    b"PAR1": f"it is Parquet: write it as JSONL, {_BY_DATASETS}",
+}
+"""What a file is that begins so, and what to do."""
+
+
 def read_file(path: Path) -> dict[int, Row]:
     """The rows of a file by the number of the line, from 1, at which each ends.
 
@@ -88,9 +98,13 @@ def read_file(path: Path) -> dict[int, Row]:
     blank lines are skipped.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        cure = next((cure for start, cure in _OTHERS.items() if data.startswith(start)), _SAVE_SO)
+        raise DataError(f"{path}: cannot be read as UTF-8 text ({error}); {cure}") from error
     return _csv_rows(path, text) if path.suffix.lower() == ".csv" else _json_rows(path, text)
 
 

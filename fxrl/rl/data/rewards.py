@@ -24,10 +24,11 @@ import copy
 import functools
 import inspect
 import math
+import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -144,9 +145,15 @@ class Reward:
         limit = self.timeout_s
         outer = None if limit is None else limit + (GRACE_S if self.is_async else 0.0)
 
+        process = os.getpid()
+
         def call() -> Any:
-            values = self.function(**_copied(given))
-            return _run(awaited(values, limit)) if inspect.isawaitable(values) else values
+            try:
+                values = self.function(**_copied(given))
+                return _run(awaited(values, limit)) if inspect.isawaitable(values) else values
+            finally:
+                if os.getpid() != process:  # forked by the function, and no trainer
+                    os._exit(1)
 
         try:
             # By who waits: a thread that is left behind would put things back under others' feet.
@@ -193,6 +200,20 @@ def check_arguments(rewards: Sequence[Reward], columns: Iterable[str]) -> None:
                     f"reward {reward.name!r}{defined_at(reward.function)} wants {one.name!r}; "
                     f"rewards are called by keyword, with {', '.join(names)}"
                 )
+
+
+def check_answer(config: RewardConfig, answer: str, columns: Collection[str]) -> None:
+    """Refuses a built-in reward that compares with a column that no row has. Raises
+    ``BadConfigError``."""
+    for name in config.functions:
+        factory = BUILT_IN.get(name) if isinstance(name, str) else None
+        compares = factory is not None and "answer" in (accepted(factory) or ())
+        if compares and answer not in columns:
+            there = ", ".join(columns) or "none but the prompt"
+            raise BadConfigError(
+                f"reward {name!r} compares with column {answer!r}, and the data have {there}; name "
+                "the right answer's column with data.answer"
+            )
 
 
 def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:

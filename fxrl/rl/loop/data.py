@@ -25,7 +25,7 @@ from fxrl.rl.data.questions import (
     split_rows,
     usable_rows,
 )
-from fxrl.rl.data.rewards import GIVEN, Reward, build_rewards, check_arguments
+from fxrl.rl.data.rewards import GIVEN, Reward, build_rewards, check_answer, check_arguments
 from fxrl.rl.data.verifiers import Environment
 from fxrl.rl.errors import BadConfigError
 from fxrl.rl.loop import fingerprint
@@ -129,6 +129,7 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
     further = conversation, config.rollout.rollout_func, source.environment
     if all(one is None for one in further):  # which may give columns of their own
         check_arguments(rewards, columns)
+        check_answer(config.reward, data.answer, columns)
     fingerprints = _fingerprints(config, source, asked, rewards)
     environment = source.environment
     grow = environment is not None or (conversation is not None and bool(conversation.tools.kinds))

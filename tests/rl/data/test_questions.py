@@ -1,5 +1,6 @@
 """Sources, the held-out split, the order of questions."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -232,3 +233,20 @@ def test_another_split_or_another_dataset(options, source):
     assert (found.dataset, found.subset, found.split) == source
     assert found.size == 3
     assert EvalConfig(size=3).source(data) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "cure"),
+    [
+        (gzip.compress(b"{}"), r"compressed by gzip: unpack it, or name a folder .*data.dataset"),
+        (b"PAR1\xe0", "it is Parquet: write it as JSONL, or name a folder"),
+        (b"PK\x03\x04\xff", "a zip archive or a spreadsheet"),
+        ('{"prompt": "x"}'.encode("utf-16"), "save it as UTF-8"),
+        (b'{"prompt": "\xe9"}', "save it as UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_text_is_known_by_its_first_bytes(data, cure, tmp_path):
+    file = tmp_path / "q.jsonl"
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=rf"q.jsonl: cannot be read as UTF-8 text \(.*\); .*{cure}"):
+        read_file(file)

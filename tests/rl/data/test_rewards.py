@@ -1,6 +1,7 @@
 """Reward functions: what they get, what they may return, what is said when they may not."""
 
 import math
+import os
 import sys
 
 import pytest
@@ -124,3 +125,21 @@ def test_names_of_rewards_are_their_own(tmp_path, monkeypatch):
     assert names == ["own_names:length", "length"]
     with pytest.raises(ConfigError, match="'length' is named twice; give it a weight instead"):
         RewardConfig(("length", "length"))
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+@pytest.mark.parametrize("ends", ["raises", "exits", "returns"])
+def test_a_process_that_a_reward_forks_is_no_trainer(ends, timeout_s):
+    """It ends where the function does: a second trainer would save the run's state."""
+
+    def forks(completions, **_):
+        if (child := os.fork()) == 0:
+            if ends == "raises":
+                raise ValueError
+            if ends == "exits":
+                sys.exit(0)
+            return [0.0] * len(completions)
+        _, status = os.waitpid(child, 0)
+        return [float(os.waitstatus_to_exitcode(status))] * len(completions)
+
+    assert Reward("forks", forks, 1.0, timeout_s=timeout_s)(3, ARGUMENTS) == [1.0] * 3

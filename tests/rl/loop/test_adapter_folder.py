@@ -151,7 +151,7 @@ def test_a_base_model_that_it_does_not_fit(base, sft, tmp_path, monkeypatch):
     file = Path("given/adapter_config.json")
     table = json.loads(file.read_text()) | {"base_model_name_or_path": "base"}
     file.write_text(json.dumps(table))
-    words = "'given' does not fit its base model 'base'" if base in shape else "model 'base'"
+    words = "'given' cannot be put on its base model 'base'" if base in shape else "model 'base'"
     with pytest.raises(ModelError, match=words):
         Trainer(config=further("sft", "given", run_dir="a", steps=1)).train()
 
@@ -159,3 +159,24 @@ def test_a_base_model_that_it_does_not_fit(base, sft, tmp_path, monkeypatch):
 def test_its_tokenizer_is_its_base_models_where_it_has_none(sft):
     ours, theirs = (load_tokenizer(sft / f) for f in ("checkpoints/step-00000002", "model"))
     assert ours.get_vocab() == theirs.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rank_pattern": [1]}, "cannot be put on"),
+        ({"peft_type": "NONE_SUCH"}, "cannot read its adapter_config.json"),
+        ({"target_modules": ["nowhere"]}, "cannot be put on its base model.*nowhere"),
+        (None, "cannot be put on its base model"),
+    ],
+)
+def test_an_adapter_that_is_damaged(change, words, sft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(sft / "final", "given")
+    file, weights = Path("given/adapter_config.json"), Path("given/adapter_model.safetensors")
+    if change is None:
+        weights.write_bytes(weights.read_bytes()[:99])
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match=words):
+        Trainer(config=further("sft", "given", run_dir="a", steps=1)).train()

@@ -129,3 +129,10 @@ def test_one_step_shows_its_completions_once(config_file, capsys):
 def test_too_few_questions(config_file, capsys):
     assert train(config_file, "eval.size=8") == 2
     assert "are too few for 8 held out and at least one to train on" in capsys.readouterr().out
+
+
+def test_a_right_answer_that_no_row_has_is_told_before_the_model(config_file, capsys):
+    assert train(config_file, "reward={functions=['exact']}", "data.answer=solution") == 2
+    told = capsys.readouterr().out
+    assert "reward 'exact' compares with column 'solution', and the data have answer; name" in told
+    assert "putting the run together" not in told
