@@ -43,7 +43,14 @@ from fxrl.capture._torch import (
     without_functionalize_key,
 )
 from fxrl.capture.checks import check
-from fxrl.capture.opaque import OpaqueCalls, is_opaque, is_whole, under
+from fxrl.capture.opaque import (
+    OpaqueCalls,
+    ToldAutograd,
+    is_opaque,
+    is_unseen,
+    is_whole,
+    under,
+)
 from fxrl.capture.writes import DATA_GIVEN, Functional, refuse_lost_values, storage_of, unwrap
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
@@ -316,9 +323,11 @@ class _Lowering(fx.Interpreter):
         if is_call(n, ENTER_INFERENCE, EXIT_INFERENCE):
             return self._infer(n)
         if is_opaque(n):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            with self._set_current_node(n), fx_traceback.set_current_meta(n):
-                result = self._opaque.call(n, args, kwargs)
+            result = self._whole(n)
+        elif n.op == "call_function" and is_unseen(n):
+            with ToldAutograd() as told:
+                result = super().run_node(n)
+            result = self._whole(n) if told.met else result
         else:
             result = super().run_node(n)
         if is_call(n, ENTER_AUTOCAST):  # what is cached of weights is no value of this trace
@@ -334,6 +343,11 @@ class _Lowering(fx.Interpreter):
         if mode.written_apart:
             self._check_written(n)
         return result if mode.recording else self._detached(n, result)
+
+    def _whole(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        with self._set_current_node(n), fx_traceback.set_current_meta(n):
+            return self._opaque.call(n, args, kwargs)
 
     def _infer(self, n: fx.Node) -> bool:
         """``torch.inference_mode`` is no_grad; entering gives what leaving gets and puts back."""
