@@ -11,6 +11,7 @@ has a backward of its own (autograd.Function, checkpoint, attention) stays one o
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -72,6 +73,7 @@ from fxrl.ir.graph import (
     shape_of,
     val_of,
     what_it_saves,
+    wrapper_of,
     writes,
 )
 from fxrl.ir.remark import Refusal
@@ -138,7 +140,11 @@ def lower(
             if writes(lowered):  # a part of an op that is decomposed
                 raise _NotFunctionalError
         except _NotFunctionalError:
-            lowered, opaque = _traced(gm, passed, grad_enabled, _functional)
+            try:
+                lowered, opaque = _traced(gm, passed, grad_enabled, _functional)
+            except NotImplementedError as error:
+                _refuse_wrapped(inputs, error)
+                raise
     _add_inputs(lowered, inputs, passed)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
@@ -185,6 +191,16 @@ def _refuse_nested(gm: fx.GraphModule) -> None:
         if isinstance(value, torch.Tensor) and value.is_nested:
             reason = "a nested tensor is not followed into its parts"
             raise Refusal(reason, "compute the loss from packed or padded logits", node)
+
+
+def _refuse_wrapped(inputs: list[fx.Node], error: NotImplementedError) -> None:
+    """An op that a tensor subclass lacks, in words."""
+    for node in inputs:
+        if kind := wrapper_of(example_of(node)):
+            op = re.search(r"(aten|prims)\.\w+", str(error))
+            reason = f"a weight of class {kind} has no {op[0] if op else 'such op'}"
+            cure = "quantise by fxrl.models.quantize, whose weights can be captured"
+            raise Refusal(reason, cure, node) from error
 
 
 def _refuse_autograd(gm: fx.GraphModule) -> None:
