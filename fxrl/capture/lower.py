@@ -11,6 +11,7 @@ has a backward of its own (autograd.Function, checkpoint, attention) stays one o
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,7 +45,14 @@ from fxrl.capture._torch import (
 )
 from fxrl.capture.checks import check
 from fxrl.capture.functions import lower_functions
-from fxrl.capture.opaque import OpaqueCalls, is_opaque, is_whole, under
+from fxrl.capture.opaque import (
+    OpaqueCalls,
+    ToldAutograd,
+    is_opaque,
+    is_unseen,
+    is_whole,
+    under,
+)
 from fxrl.capture.writes import DATA_GIVEN, Functional, refuse_lost_values, storage_of, unwrap
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
@@ -66,6 +74,7 @@ from fxrl.ir.graph import (
     shape_of,
     val_of,
     what_it_saves,
+    wrapper_of,
     writes,
 )
 from fxrl.ir.remark import Refusal
@@ -132,7 +141,11 @@ def lower(
             if writes(lowered):  # a part of an op that is decomposed
                 raise _NotFunctionalError
         except _NotFunctionalError:
-            lowered, opaque = _traced(gm, passed, grad_enabled, _functional)
+            try:
+                lowered, opaque = _traced(gm, passed, grad_enabled, _functional)
+            except NotImplementedError as error:
+                _refuse_wrapped(inputs, error)
+                raise
     _add_inputs(lowered, inputs, passed)
     _name_placeholders(gm, lowered, examples)
     opaque.restore(lowered)
@@ -180,6 +193,16 @@ def _refuse_nested(gm: fx.GraphModule) -> None:
         if isinstance(value, torch.Tensor) and value.is_nested:
             reason = "a nested tensor is not followed into its parts"
             raise Refusal(reason, "compute the loss from packed or padded logits", node)
+
+
+def _refuse_wrapped(inputs: list[fx.Node], error: NotImplementedError) -> None:
+    """An op that a tensor subclass lacks, in words."""
+    for node in inputs:
+        if kind := wrapper_of(example_of(node)):
+            op = re.search(r"(aten|prims)\.\w+", str(error))
+            reason = f"a weight of class {kind} has no {op[0] if op else 'such op'}"
+            cure = "quantise by fxrl.models.quantize, whose weights can be captured"
+            raise Refusal(reason, cure, node) from error
 
 
 def _refuse_autograd(gm: fx.GraphModule) -> None:
@@ -321,9 +344,11 @@ class _Lowering(fx.Interpreter):
         if self._detaches_nothing(n):
             return self.env[as_node(n.args[0])]
         if is_opaque(n):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            with self._set_current_node(n), fx_traceback.set_current_meta(n):
-                result = self._opaque.call(n, args, kwargs)
+            result = self._whole(n)
+        elif n.op == "call_function" and is_unseen(n):
+            with ToldAutograd() as told:
+                result = super().run_node(n)
+            result = self._whole(n) if told.met else result
         else:
             result = super().run_node(n)
         if is_call(n, ENTER_AUTOCAST):  # what is cached of weights is no value of this trace
@@ -354,6 +379,11 @@ class _Lowering(fx.Interpreter):
                 if not made_here or any(user > n for user in node.users):
                     return False
         return True
+
+    def _whole(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        with self._set_current_node(n), fx_traceback.set_current_meta(n):
+            return self._opaque.call(n, args, kwargs)
 
     def _infer(self, n: fx.Node) -> bool:
         """``torch.inference_mode`` is no_grad; entering gives what leaving gets and puts back."""

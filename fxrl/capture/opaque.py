@@ -7,18 +7,22 @@ original call is put back in its place, its submodules included.
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import TRAMPOLINES
+from fxrl.capture._torch import SET_GRAD, TRAMPOLINES, is_composite
 from fxrl.ir.graph import HigherOrderOperator, is_view, memory_like
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
+#: Calls by which code asks or tells autograd more than its ops do: ``no_grad``, a hook on a tensor.
+_TELLING: Any = SET_GRAD, torch.Tensor.register_hook, torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """The kinds of devices that autocast is on for, and to what."""
@@ -68,7 +72,7 @@ def is_opaque(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return False
-    return node.target is _SDPA or is_whole(node) or _has_own_backward(node)
+    return node.target is _SDPA or is_whole(node) or (is_unseen(node) and _has_own_backward(node))
 
 
 def is_whole(node: fx.Node) -> bool:
@@ -76,11 +80,18 @@ def is_whole(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator)
 
 
+def is_unseen(node: fx.Node) -> bool:
+    """Whether a Dynamo node is a call that Dynamo did not look into: of a function or a class that
+    ``allow_in_graph`` or ``nonstrict_trace`` marks, or of a library's op that is made of others."""
+    target = node.target
+    if isinstance(target, types.FunctionType):
+        home = target.__module__ or ""
+        return not home.startswith("torch.") or home.startswith(TRAMPOLINES)
+    return is_composite(target)
+
+
 def _has_own_backward(node: fx.Node) -> bool:
-    """Whether a call that Dynamo did not look into was recorded by an ``autograd.Function``."""
-    home = getattr(node.target, "__module__", None) or ""
-    if home.startswith(("torch.", "_operator", "math")) and home != TRAMPOLINES:
-        return False
+    """Whether an ``autograd.Function`` has recorded the call."""
     known = {value.grad_fn for arg in node.all_input_nodes for value in _tensors_of(arg)}
     waiting = [value.grad_fn for value in _tensors_of(node)]
     for recorded in waiting:  # which grows meanwhile
@@ -91,6 +102,16 @@ def _has_own_backward(node: fx.Node) -> bool:
         known.add(recorded)
         waiting += [earlier for earlier, _ in recorded.next_functions]
     return False
+
+
+class ToldAutograd(TorchFunctionMode):
+    """Notes whether what runs inside asks or tells autograd more than its ops do."""
+
+    met = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.met = self.met or func in _TELLING
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@
     verify.json      loss and every gradient against eager
     dump/            remarks, graphs before and after each pass, region bodies, generated code
 
-It holds no weight and no number of the batch; it does hold paths, source lines and graphs.
+It holds no weight, no tensor's number and no text of the batch. It does hold paths, the command,
+source lines, and graphs, in which the batch's Python numbers (``{"scale": 0.5}``) are constants.
 
 A report is wanted most where something is wrong. So a part that fails becomes its traceback, and
 the others are there all the same.

@@ -319,8 +319,9 @@ def _report(commands: Commands[argparse.ArgumentParser]) -> None:
         "write all about one step into one file, to attach to an issue",
         about="Runs the step on a random batch, compares it with eager, and writes machine and\n"
         "versions, what fxrl did and why not, the plan beside what was measured, the comparison,\n"
-        "graphs and generated code. No weights and no numbers of the batch; but paths and source\n"
-        "lines. What fails becomes a part of the report. Open its index.html.\n"
+        "graphs and generated code. No weights, and of the batch no tensor and no text; but its\n"
+        "Python numbers, which are constants of graphs, the command, paths and source lines.\n"
+        "What fails becomes a part of the report. Open its index.html.\n"
         "Exit code 1 when a part failed, or the step does not equal eager.\n\n" + MODEL_HELP,
         examples="  fxrl report tiny:qwen3 --loss grpo --out report.zip\n"
         "  fxrl report ./checkpoint --loss mylosses.py:clipped --lora 16 --dtype bf16 "

@@ -149,6 +149,12 @@ def as_node(arg: Any) -> fx.Node:
     return arg
 
 
+def wrapper_of(value: object) -> str:
+    """The class of a tensor that stands for others and has ops of its own, as torchao's quantised
+    weights have; empty for any other value."""
+    return type(value).__name__ if hasattr(value, "__tensor_flatten__") else ""
+
+
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
     """Whether ``node`` is a graph value holding one tensor."""
     return tensor_val(node) is not None

@@ -55,6 +55,35 @@ def by_function(x, weight):
 
 
 @torch.compiler.allow_in_graph
+def by_block(x, weight):
+    with torch.no_grad():
+        largest = x.abs().amax()
+    return (x / largest) @ weight
+
+
+@torch.compiler.allow_in_graph
+def by_hook(x, weight):
+    y = x @ weight
+    if y.requires_grad:
+        y.register_hook(lambda grad: 3 * grad)
+    return y
+
+
+@torch._dynamo.nonstrict_trace
+def by_trace(x, weight):
+    return Clipped.apply(x, weight, SETTINGS)
+
+
+LIBRARY = torch.library.Library("fxrl_test_allowed", "FRAGMENT")
+LIBRARY.define("clipped(Tensor x, Tensor weight) -> Tensor")
+LIBRARY.impl("clipped", lambda x, w: Clipped.apply(x, w, SETTINGS), "CompositeImplicitAutograd")
+
+
+def by_composite_op(x, weight):
+    return torch.ops.fxrl_test_allowed.clipped(x, weight)
+
+
+@torch.compiler.allow_in_graph
 def without(x, weight):
     return x @ weight
 
@@ -108,6 +137,10 @@ def through_log_probs(model, ids):
     [
         (by_class, loss_fn),
         (by_function, loss_fn),
+        (by_block, loss_fn),
+        (by_hook, loss_fn),
+        (by_trace, loss_fn),
+        (by_composite_op, loss_fn),
         (without, loss_fn),
         (under_autocast, loss_fn),
         (without_gradient, loss_fn),

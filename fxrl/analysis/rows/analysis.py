@@ -33,6 +33,8 @@ from fxrl.ir.graph import (
     is_call,
     is_quantized_product,
     shape_of,
+    tensor_val,
+    wrapper_of,
 )
 from fxrl.ir.graph_pass import Miss
 from fxrl.ir.remark import Refusal
@@ -284,6 +286,9 @@ class _Walk:
         for head in cluster:
             if head in self.refused:
                 raise _at(self.refused[head], head)
+            if kind := wrapper_of(tensor_val(factors(head)[1])):
+                reason = f"the head's weight is of class {kind}, which only its own ops can read"
+                raise Refusal(reason, "leave the loss head out of what you quantise", head)
         mine = set(cluster)
         wide = [
             node
