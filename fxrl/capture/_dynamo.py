@@ -44,7 +44,11 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
-from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
+from torch._dynamo.variables.functions import (
+    FunctoolsPartialVariable,
+    PolyfilledFunctionVariable,
+    UserMethodVariable,
+)
 from torch._dynamo.variables.lists import BaseListVariable, ListVariable, SizeVariable
 from torch._dynamo.variables.misc import (
     DebuggingVariable,
@@ -99,6 +103,7 @@ _AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
 _call_numpy = NumpyVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
+_call_polyfill = PolyfilledFunctionVariable.call_function
 _make_range: Any = BuiltinVariable.call_range
 _print = DebuggingVariable.call_function
 _end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
@@ -349,6 +354,15 @@ def _range(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     call("call_function", counted_rounds, (end, first, by, rounds, branch), {})
     ends = (first, first + rounds * by, by)
     return _make_range(self, tx, *map(ConstantVariable.create, ends))
+
+
+def _any_or_all(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """``if any(x.isnan().view(-1)):`` is a branch on ``x.any()``, not one on each entry."""
+    decides = self.fn in (any, all) and tx.next_instruction.opname in (*_JUMPS, "TO_BOOL")
+    given = args[0].realize() if decides and len(args) == 1 else None
+    if isinstance(given, TensorVariable) and given.ndim == 1:
+        return given.call_method(tx, self.fn.__name__, [], {})
+    return _call_polyfill(self, tx, args, kwargs)
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -688,6 +702,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (SkipFunctionVariable, "call_function", _skipped),
     (BuiltinVariable, "call_isinstance", _isinstance),
     (BuiltinVariable, "call_range", _range),
+    (PolyfilledFunctionVariable, "call_function", _any_or_all),
     (DebuggingVariable, "call_function", _print_later),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
