@@ -572,7 +572,7 @@ def _attribute_of(self: Any, tx: Any, name: str) -> Any:
         if callable(method):
             return IgnoredFunctionVariable(method)
     kind = type(self.value)
-    found = getattr(kind, "__getattr__", None)
+    found: Any = getattr(kind, "__getattr__", None)
     is_key = found in (dict.__getitem__, dict.get) and not hasattr(kind, name)
     if is_key and name not in vars(self.value):
         return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
