@@ -7,7 +7,7 @@ that the forward's results are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from fxrl.ir.graph import (
     draws_random,
     eliminate_dead_code,
     is_call,
-    val_of,
+    tensor_val,
     writes,
 )
 from fxrl.ir.remark import Refusal
@@ -57,21 +57,25 @@ def _halves(gm: fx.GraphModule, call: fx.Node, lower: Lower) -> Halves:
     if writes(back):
         raise Refusal("its backward writes into what it is given")
     eliminate_dead_code(back.graph)
-    trained = _without_constants(ahead, back, call.kwargs["non_differentiable_idx"])  # type: ignore[arg-type]
+    trained = _without_constants(call, ahead, back)
     back.recompile()
     return Halves(ahead, back, trained)
 
 
 def _without_constants(
-    ahead: fx.GraphModule, back: fx.GraphModule, constant: Container[int]
+    call: fx.Node, ahead: fx.GraphModule, back: fx.GraphModule
 ) -> tuple[int, ...]:
-    """Which values have a gradient; the backward is asked for no other."""
+    """Which values have a gradient; the backward is asked for no other. Torch 2.11 returns each
+    value in between, too."""
     results: Any = ahead.graph.output_node().args[0]
-    values = results[0]
-    grads = back.graph.find_nodes(op="placeholder")[: len(values)]
+    constant: Any = call.kwargs["non_differentiable_idx"]
+    read = {item.args[1] for item in call.users}
+    grads = back.graph.find_nodes(op="placeholder")[: len(results[0])]
     trained = []
-    for index, (value, grad) in enumerate(zip(values, grads, strict=True)):
-        if index not in constant and val_of(value).is_floating_point():
+    for index, (value, grad) in enumerate(zip(results[0], grads, strict=True)):
+        val = tensor_val(value)
+        differs = index not in constant and val is not None and val.is_floating_point()
+        if differs and (index in read or grad.users):
             trained.append(index)
         elif grad.users:
             raise Refusal("its backward reads the gradient of a value that has none")

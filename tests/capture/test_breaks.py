@@ -98,6 +98,35 @@ def test_a_head_that_is_lost_has_its_line_and_reason(loss_fn: Any, words: str) -
         optimize(model, loss_fn, CONFIG)(make_batch())
 
 
+class OwnHead(torch.autograd.Function):
+    """Multiplies by the head itself, and makes the gradients in its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        logps = (hidden @ weight.T).log_softmax(-1)
+        grad = logps.exp().scatter_add(-1, target[:, None], -torch.ones_like(logps[:, :1]))
+        ctx.save_for_backward(grad @ weight, grad.T @ hidden)
+        return -logps.gather(-1, target[:, None]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return grad * of_hidden, grad * of_weight, None
+
+
+def own_head(model: nn.Module, batch: Any) -> Tensor:
+    hidden = torch.tanh(model.mix(model.embed(batch["ids"])))[:, :-1].flatten(0, 1)
+    return OwnHead.apply(hidden, model.head.weight, batch["ids"][:, 1:].flatten())
+
+
+def test_a_head_inside_of_a_function_is_told_and_is_no_miss() -> None:
+    model = make_model()
+    step = optimize(model, own_head, CONFIG)
+    assert_matches_eager(step, own_head, model, make_batch())
+    facts = [remark.reason for remark in step.report.of_kind("analysis")]
+    assert any("multiplies by the head itself" in fact for fact in facts)
+
+
 class Routed(nn.Module):
     """Experts that are called as often as tokens chose one; a graph ends ahead of the loop."""
 

@@ -17,7 +17,13 @@ from torch import fx
 
 from fxrl.analysis.rows import compute, gradients, layout
 from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, spelled, walk
-from fxrl.analysis.rows.heads import factors, find_heads, find_wide_products, narrow_heads
+from fxrl.analysis.rows.heads import (
+    factors,
+    find_heads,
+    find_wide_products,
+    heads_in_functions,
+    narrow_heads,
+)
 from fxrl.analysis.rows.rules import RowRules, Rule
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
@@ -152,6 +158,9 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
         for node in narrow_heads(graph):
             classes, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
             reason = f"{classes} classes of {features} features: nothing to save"
+            yield Miss(node, Refusal(reason), loses=False)
+        for node in heads_in_functions(graph):
+            reason = "an autograd.Function multiplies by the head itself, and says what is kept"
             yield Miss(node, Refusal(reason), loses=False)
         return
     vocab = min(hint(shape_of(head)[-1]) for head in heads)

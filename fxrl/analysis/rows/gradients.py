@@ -116,7 +116,8 @@ class _Backward:
             if isinstance(seen, RowValue):
                 local = tuple(map(static, seen.local_sizes))
                 leaf = rules.pool.leaf(Leaf(node, (), seen.token_sizes, local))
-                rules.values[node] = RowValue(leaf, seen.tags, shape_of(node))
+                if node.users:  # else torch 2.11 hands it no value
+                    rules.values[node] = RowValue(leaf, seen.tags, shape_of(node))
             elif seen is _SHARED:
                 leaf = rules.pool.leaf(Leaf(node))
             self._leaves.append(leaf)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.analysis.layers import layer_path
 from fxrl.ir.graph import (
+    AUTOGRAD_FUNCTION,
     COPIES,
     FP8_LINEAR,
     PRODUCTS,
@@ -90,6 +92,25 @@ def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
         if is_call(node, aten.mm.default, aten.addmm.default) and not is_amplifier(node)
         if hint(shape_of(node)[-1]) > 1 and after[node].bit_count() == 1 and feeds_class_op(node)
     ]
+
+
+def heads_in_functions(graph: fx.Graph) -> list[fx.Node]:
+    """Calls of the user's own ``autograd.Function`` that multiply by a head's weight themselves."""
+    return [
+        call
+        for call in graph.find_nodes(op="call_function", target=AUTOGRAD_FUNCTION)
+        if layer_path(call) is None and any(_is_head_of(arg, call) for arg in call.all_input_nodes)
+    ]
+
+
+def _is_head_of(weight: fx.Node, call: fx.Node) -> bool:
+    if not base_of(weight).meta.get("of_model") or len(shape := shape_of(weight)) != 2:
+        return False
+    rows = [arg for arg in call.all_input_nodes if is_tensor(arg) and arg is not weight]
+    features = hint(shape[1])
+    return hint(shape[0]) > features and any(
+        shape_of(arg) and hint(shape_of(arg)[-1]) == features for arg in rows
+    )
 
 
 def find_wide_products(graph: fx.Graph, width: int) -> list[fx.Node]:

@@ -263,7 +263,7 @@ def _of_groups(
     node: fx.Node,
     tags: tuple[Tag, ...],
     sizes: tuple[Size, ...],
-    wanted: tuple[int, ...],
+    wanted: tuple[Size, ...],
 ) -> RowExpr:
     """A vocabulary for each group of tokens (a bias for each sequence, ``[B, 1, V]``): all groups
     are shared, and each row picks its own by number."""
