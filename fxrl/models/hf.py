@@ -92,6 +92,22 @@ def save_value_head(model: nn.Module, folder: Path) -> None:
         save_beside(named, folder, f"{VALUE_HEAD}.safetensors")
 
 
+def load_value_head(head: nn.Module, folder: Path) -> None:
+    """Gives ``head`` the numbers that ``save_value_head`` has left in a model's folder, if it has.
+    Raises ``ModelError`` if they do not fit."""
+    file = folder / f"{VALUE_HEAD}.safetensors"
+    if not file.is_file():
+        return
+    try:
+        stored = optional("safetensors.torch", "loading a model").load_file(file)
+        head.load_state_dict({n.removeprefix(f"{VALUE_HEAD}."): p for n, p in stored.items()})
+    except Exception as error:  # its reader and PyTorch have no common class of errors
+        raise ModelError(
+            f"{str(file)!r} does not fit the model ({error!r:.200}); remove it to begin with a new "
+            "value head"
+        ) from error
+
+
 def save_beside(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
     """Writes tensors that are no part of the model beside it, and an index that says which files
     are: without one vLLM loads all safetensors there are."""

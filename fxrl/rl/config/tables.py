@@ -79,8 +79,8 @@ class ModelConfig(Table):
     Attributes:
         id: local folder, hub id, or ``tiny:<kind>`` (random weights, made on the fly). The folder
             of a PEFT adapter, such as another run's ``final``, has that adapter trained further, as
-            large as it is, on its base model; what it was is the reference. In Python also a model
-            itself.
+            large as it is, on its base model; what it was is the reference. ``ppo`` goes on with
+            the ``value_head.safetensors`` of a folder, too. In Python also a model itself.
         dtype: type of the weights' numbers, in which the optimizer works too. ``auto`` is bfloat16
             on a GPU, on a CPU what that is fast at; weights that are trained stay float32. Training
             all weights in bfloat16 loses small updates, and float16 is refused for it.

@@ -32,7 +32,7 @@ from fxrl.errors import ConfigError
 from fxrl.losses import ValueHead, completion_logits, loss_info, token_stats
 from fxrl.losses.actor_critic import asking_for_values, predicted_values
 from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
-from fxrl.models.hf import VALUE_HEAD, train_without_cache
+from fxrl.models.hf import VALUE_HEAD, load_value_head, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.models.lora import StoredAdapter
 from fxrl.models.quantized import as_quantization, in_bits
@@ -381,7 +381,10 @@ def _trainable(
     judged = config.loss_info().critic is not None
     if judged or head is not None:
         trained = next(p.dtype for p in model.parameters() if p.requires_grad)
-        model.value_head = (head or ValueHead(model, trained)).requires_grad_(judged)
+        if head is None:
+            head = ValueHead(model, trained)
+            load_value_head(head, Path(wanted.name).expanduser())
+        model.value_head = head.requires_grad_(judged)
     return model.train()
 
 

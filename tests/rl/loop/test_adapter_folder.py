@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from fxrl.errors import ConfigError
 from fxrl.models import ModelError, load_model, load_tokenizer
 from fxrl.rl import Callback, Trainer
 from fxrl.rl.config.load import config_of
 from fxrl.rl.errors import CheckpointError
+from fxrl.rl.train import main
 from tests.rl.loop.test_kinds import KINDS, tables
 from tests.rl.metrics import numbers
 
@@ -84,6 +86,19 @@ def test_rollouts_are_drawn_with_it(name, sft, config_file, tmp_path):
     assert second["sampling/sampling_logp_difference/max"] < 1e-12
     assert first["kl"] == pytest.approx(0, abs=1e-12)
     assert second["kl"] > 1e-9
+
+
+@pytest.mark.parametrize("adapter", ["{ r = 4 }", "none"])
+def test_a_value_head_goes_on_with_its_model(adapter, config_file):
+    table = ["loss.name=ppo", "loss.beta=0", "steps=1", "model.dtype=float64", "optim.lr=0.1"]
+    assert main(str(config_file), [*table, "run_dir=a", f"model.lora={adapter}"]) == 0
+    table += ["run_dir=b", "model.lora=none", "model.id=a/final"]
+    assert main(str(config_file), [*table, "optim.lr=0.0"]) == 0  # so that it stays as it began
+    ended, began = (load_file(f"{run}/final/value_head.safetensors") for run in "ab")
+    assert all(torch.equal(ended[name], began[name]) for name in ended)
+    assert any(value.count_nonzero() for value in ended.values())
+    save_file({"value_head.other": torch.ones(1)}, "a/final/value_head.safetensors")
+    assert main(str(config_file), [*table, "run_dir=c"]) != 0
 
 
 def test_a_reward_model_goes_on_with_its_head(tmp_path, monkeypatch):
