@@ -107,24 +107,16 @@ def never_captured(reason: str) -> Callable[[_F], _F]:
     return disabled
 
 
-TRAMPOLINES = (
-    "torch._dynamo.variables.misc",
-    "torch._dynamo.variables.torch",
-)  # what calls a marked class or function
+#: What calls a marked class or function.
+TRAMPOLINES = ("torch._dynamo.variables.misc", "torch._dynamo.variables.torch")
 
 
-def is_composite(target: Any) -> bool:
-    """Whether it is a library's op whose kernel is a composition of others, which autograd sees through."""
+def library_op(target: Any) -> Any:
+    """The op, whichever overload, if it is one that a library defines; else None."""
     packet = getattr(target, "overloadpacket", target)
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or packet._qualified_op_name.startswith(
-        ("aten::", "prim")
-    ):
-        return False
-    ops = (getattr(packet, name) for name in packet.overloads())
-    return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-        for op in ops
-    )
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    return None if packet._qualified_op_name.startswith(("aten::", "prim", "fxrl::")) else packet
 
 
 def in_graph(function: _F) -> _F:

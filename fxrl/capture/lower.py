@@ -39,6 +39,7 @@ from fxrl.capture._torch import (
     fake_like,
     get_decompositions,
     has_data_mutation,
+    library_op,
     make_fx,
     only_what_is_read,
     without_functionalize_key,
@@ -47,7 +48,9 @@ from fxrl.capture.checks import check
 from fxrl.capture.functions import lower_functions
 from fxrl.capture.opaque import (
     OpaqueCalls,
+    Recorded,
     ToldAutograd,
+    has_own_backward,
     is_opaque,
     is_unseen,
     is_whole,
@@ -349,6 +352,10 @@ class _Lowering(fx.Interpreter):
             with ToldAutograd() as told:
                 result = super().run_node(n)
             result = self._whole(n) if told.met else result
+        elif n.op == "call_function" and (op := library_op(n.target)) is not None:
+            with Recorded(op) as itself:
+                result = super().run_node(n)
+            result = result if itself.met or not has_own_backward(n) else self._whole(n)
         else:
             result = super().run_node(n)
         if is_call(n, ENTER_AUTOCAST):  # what is cached of weights is no value of this trace

@@ -17,7 +17,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import SET_GRAD, TRAMPOLINES, is_composite
+from fxrl.capture._torch import SET_GRAD, TRAMPOLINES, TorchDispatchMode, library_op
 from fxrl.ir.graph import HigherOrderOperator, is_view, memory_like
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -72,7 +72,7 @@ def is_opaque(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return False
-    return node.target is _SDPA or is_whole(node) or (is_unseen(node) and _has_own_backward(node))
+    return node.target is _SDPA or is_whole(node) or (is_unseen(node) and has_own_backward(node))
 
 
 def is_whole(node: fx.Node) -> bool:
@@ -82,15 +82,13 @@ def is_whole(node: fx.Node) -> bool:
 
 def is_unseen(node: fx.Node) -> bool:
     """Whether a Dynamo node is a call that Dynamo did not look into: of a function or a class that
-    ``allow_in_graph`` or ``nonstrict_trace`` marks, or of a library's op that is made of others."""
-    target = node.target
-    if isinstance(target, types.FunctionType):
-        home = target.__module__ or ""
-        return not home.startswith("torch.") or home.startswith(TRAMPOLINES)
-    return is_composite(target)
+    ``allow_in_graph`` or ``nonstrict_trace`` marks."""
+    home = getattr(node.target, "__module__", None) or ""
+    known = home.startswith("torch.") and not home.startswith(TRAMPOLINES)
+    return isinstance(node.target, types.FunctionType) and not known
 
 
-def _has_own_backward(node: fx.Node) -> bool:
+def has_own_backward(node: fx.Node) -> bool:
     """Whether an ``autograd.Function`` has recorded the call."""
     known = {value.grad_fn for arg in node.all_input_nodes for value in _tensors_of(arg)}
     waiting = [value.grad_fn for value in _tensors_of(node)]
@@ -111,6 +109,18 @@ class ToldAutograd(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.met = self.met or func in _TELLING
+        return func(*args, **(kwargs or {}))
+
+
+class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether a library's op comes to itself: its kernel for autograd may be other ops."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.op, self.met = op, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.met = self.met or library_op(func) is self.op
         return func(*args, **(kwargs or {}))
 
 

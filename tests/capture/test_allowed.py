@@ -75,12 +75,20 @@ def by_trace(x, weight):
 
 
 LIBRARY = torch.library.Library("fxrl_test_allowed", "FRAGMENT")
+LIBRARY.define("product(Tensor x, Tensor weight) -> Tensor")
+LIBRARY.impl("product", lambda x, w: Clipped.apply(x, w, SETTINGS), "Autograd")
+LIBRARY.impl("product", lambda x, w: x @ w, "CPU")
+LIBRARY.impl("product", lambda x, w: x @ w, "Meta")
 LIBRARY.define("clipped(Tensor x, Tensor weight) -> Tensor")
 LIBRARY.impl("clipped", lambda x, w: Clipped.apply(x, w, SETTINGS), "CompositeImplicitAutograd")
 
 
 def by_composite_op(x, weight):
     return torch.ops.fxrl_test_allowed.clipped(x, weight)
+
+
+def by_autograd_key(x, weight):
+    return torch.ops.fxrl_test_allowed.product(x, weight)
 
 
 @torch.compiler.allow_in_graph
@@ -141,6 +149,7 @@ def through_log_probs(model, ids):
         (by_hook, loss_fn),
         (by_trace, loss_fn),
         (by_composite_op, loss_fn),
+        (by_autograd_key, loss_fn),
         (without, loss_fn),
         (under_autocast, loss_fn),
         (without_gradient, loss_fn),
