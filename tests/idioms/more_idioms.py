@@ -1498,6 +1498,14 @@ def counts_of_earlier_tokens(hidden, weight, ids, mask, adv):
     return _pg(_logp(z - 0.1 * counts, ids[:, 1:]), mask, adv)
 
 
+@shape(REFUSE)
+def logits_written_into_a_padded_batch(hidden, weight, ids, mask, adv):
+    keep = mask == 1
+    padded = hidden.new_zeros(*mask.shape, len(weight))
+    padded[keep] = F.linear(hidden[keep], weight)
+    return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
+
+
 # ---------------------------------------------------------------- the user's own autograd.Function
 class _ManualCE(torch.autograd.Function):
     @staticmethod

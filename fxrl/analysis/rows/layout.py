@@ -596,6 +596,9 @@ def masked_select(rules: RowRules, node: fx.Node) -> RowValue:
 def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     """``z[mask] = x`` and ``z[..., ids] = x`` of one value: a choice between old and new;
     ``z[rows, ids] = x`` of all rows writes one entry of each."""
+    if rules.row(node.args[0]) is None:
+        reason = "the logits are written into rows of another tensor"
+        raise Refusal(reason, "write what is computed per token there")
     value, given = sole_row(rules, node), bound(node)
     (dims, where), *more = spans = _spans(given["indices"])
     written = given["values"]
