@@ -346,18 +346,7 @@ class _Lowering(fx.Interpreter):
             return self._infer(n)
         if self._detaches_nothing(n):
             return self.env[as_node(n.args[0])]
-        if is_opaque(n):
-            result = self._whole(n)
-        elif n.op == "call_function" and is_unseen(n):
-            with ToldAutograd() as told:
-                result = super().run_node(n)
-            result = self._whole(n) if told.met else result
-        elif n.op == "call_function" and (op := library_op(n.target)) is not None:
-            with Recorded(op) as itself:
-                result = super().run_node(n)
-            result = result if itself.met or not has_own_backward(n) else self._whole(n)
-        else:
-            result = super().run_node(n)
+        result = self._computed(n)
         if is_call(n, ENTER_AUTOCAST):  # what is cached of weights is no value of this trace
             torch.set_autocast_cache_enabled(False)
         if not mode.differentiated or n.op not in ("call_function", "call_method"):
@@ -371,6 +360,20 @@ class _Lowering(fx.Interpreter):
         if mode.written_apart:
             self._check_written(n)
         return result if mode.recording else self._detached(n, result)
+
+    def _computed(self, n: fx.Node) -> Any:
+        """A call's result; as one op of the graph where autograd would be told of its inside."""
+        if is_opaque(n):
+            return self._whole(n)
+        if n.op == "call_function" and is_unseen(n):
+            with ToldAutograd() as told:
+                result = super().run_node(n)
+            return self._whole(n) if told.met else result
+        if n.op == "call_function" and (op := library_op(n.target)) is not None:
+            with Recorded(op) as itself:
+                result = super().run_node(n)
+            return result if itself.met or not has_own_backward(n) else self._whole(n)
+        return super().run_node(n)
 
     def _detaches_nothing(self, n: fx.Node) -> bool:
         """Whether ``x.detach()`` is x: it has no gradient, and nobody else reads its memory again.
