@@ -26,7 +26,7 @@ from rich.console import Console
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.rl.config.binding import read_tables
 from fxrl.rl.errors import StorageError, in_words
-from fxrl.rl.loop.interrupt import Terminated, unwound_by_sigterm
+from fxrl.rl.loop.interrupt import Terminated, told_if_slow, unwound_by_sigterm
 from fxrl.rl.report.output import LOG, Output, silent
 from fxrl.rl.report.progress import READING, broken, reporter_on
 
@@ -60,7 +60,10 @@ def main(
         console, errors = Console(file=sys.stdout), Console(file=sys.stderr)
         code = BAD_CONFIG
         try:
-            with reporter_on(console, json=json) as reporter:
+            with (
+                reporter_on(console, json=json) as reporter,
+                told_if_slow(lambda name: reporter.stopping(_ending(name))),
+            ):
                 _check_compile_cache()
                 # PyTorch's import takes longer than a typing error.
                 read_tables(Path(config_path), overrides, [])
@@ -102,6 +105,10 @@ def _check_compile_cache() -> None:
             f"{name}={folder}: compiled code cannot be kept there: {error.strerror}; give another "
             "folder, or unset it"
         ) from error
+
+
+def _ending(name: str) -> str:
+    return f"{name}: the run ends when what it is doing lets go; a second {name} ends it at once"
 
 
 def _message_event(text: str) -> str:

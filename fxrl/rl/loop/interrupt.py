@@ -1,5 +1,5 @@
-"""SIGINT and SIGTERM: the first asks the loop to stop after its step, the second kills. Before the
-loop there is nothing to save: both unwind at once.
+"""SIGINT and SIGTERM: the first asks the loop to stop after its step, the second kills. Before and
+behind the loop there is nothing to save: the first unwinds.
 
 NOTE [Heard at once]
 Python calls a signal's handler in its main thread, between two of its own instructions: not before
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_SOON_S = 0.3  # who unwinds within it has nothing to tell but its end
 
 
 @dataclass(slots=True)
@@ -58,6 +59,23 @@ def unwound_by_sigterm() -> Iterator[None]:
 
 
 @contextmanager
+def told_if_slow(tell: Callable[[str], None]) -> Iterator[None]:
+    """Call ``tell`` with a signal's name, on another thread, where the block has not been left soon
+    after it; a second signal ends the process. The handlers stay what they are."""
+    left = threading.Event()
+
+    def hear(signum: int) -> None:
+        if not left.wait(_SOON_S):
+            tell(SIGNALS[signum])
+
+    with _heard(hear):
+        try:
+            yield
+        finally:
+            left.set()
+
+
+@contextmanager
 def stop_on_signal(tell: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
     """Yield a request that a signal fills in; the former handlers come back at the end. ``tell`` is
     called with the first signal's name, on another thread.
@@ -74,27 +92,44 @@ def stop_on_signal(tell: Callable[[str], None] = lambda name: None) -> Iterator[
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
+    def hear(signum: int) -> None:
+        request.signum = signum
+        tell(SIGNALS[signum])
+
+    with _heard(hear):
+        former = {number: signal.signal(number, note) for number in SIGNALS}
+        try:
+            yield request
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _heard(hear: Callable[[int], None]) -> Iterator[None]:
+    """Call ``hear`` with the first signal, on a thread that the second ends the process from; see
+    NOTE [Heard at once]. On other threads than the main one nothing is heard."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
     def listen() -> None:
         heard = 0
         while byte := reader.recv(1):
-            if (name := SIGNALS.get(byte[0])) is not None:
+            if byte[0] in SIGNALS:
                 heard += 1
                 if heard > 1:
                     os._exit(128 + byte[0])
-                request.signum = byte[0]
-                tell(name)
+                hear(byte[0])
 
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     listener = threading.Thread(target=listen, name="signals", daemon=True)
     listener.start()
     former_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    former = {number: signal.signal(number, note) for number in SIGNALS}
     try:
-        yield request
+        yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(former_fd)
         writer.close()
         listener.join()

@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 
-from fxrl.rl.loop.interrupt import stop_on_signal
+import pytest
+
+from fxrl.rl.loop.interrupt import stop_on_signal, told_if_slow
 
 
 def test_the_first_is_noted_and_the_handlers_come_back():
@@ -55,6 +57,22 @@ def test_it_is_told_while_the_main_thread_is_in_one_long_call():
     [(name, when)] = told
     assert name == "Ctrl-C"
     assert when < ended
+
+
+@pytest.mark.parametrize(("rounds", "names"), [(4_000_000, ["Ctrl-C"]), (1, [])])
+def test_who_does_not_unwind_soon_is_told_of_it(rounds, names):
+    told = []
+    thread = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+
+    def work():
+        with told_if_slow(told.append):
+            thread.start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+            thread.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert told == names
 
 
 def test_the_second_ends_a_long_call_at_once():
