@@ -380,8 +380,8 @@ class _Lowering(fx.Interpreter):
         So a write may give it one."""
         if n.target not in ("detach", torch.detach) or not isinstance(n.args[0], fx.Node):
             return False
-        given = self.env[n.args[0]]
-        if not isinstance(given, FunctionalTensor) or example_of(n.args[0]).requires_grad:
+        given, example = self.env[n.args[0]], example_of(n.args[0])
+        if not isinstance(given, FunctionalTensor) or example is None or example.requires_grad:
             return False
         for node, value in self.env.items():
             if isinstance(value, FunctionalTensor) and storage_of(value) == storage_of(given):
