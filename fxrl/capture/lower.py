@@ -378,7 +378,9 @@ class _Lowering(fx.Interpreter):
     def _detaches_nothing(self, n: fx.Node) -> bool:
         """Whether ``x.detach()`` is x: it has no gradient, and nobody else reads its memory again.
         So a write may give it one."""
-        if n.target not in ("detach", torch.detach) or not isinstance(n.args[0], fx.Node):
+        if not is_call(n, torch.detach) and (n.op, n.target) != ("call_method", "detach"):
+            return False
+        if not n.args or not isinstance(n.args[0], fx.Node):
             return False
         given, example = self.env[n.args[0]], example_of(n.args[0])
         if not isinstance(given, FunctionalTensor) or example is None or example.requires_grad:
