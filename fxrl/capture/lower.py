@@ -386,10 +386,11 @@ class _Lowering(fx.Interpreter):
     def _detaches_nothing(self, n: fx.Node) -> bool:
         """Whether ``x.detach()`` is x: it has no gradient, and nobody else reads its memory again.
         So a write may give it one."""
-        if n.target not in ("detach", torch.detach) or not isinstance(n.args[0], fx.Node):
-            return False
-        given = self.env[n.args[0]]
-        if not isinstance(given, FunctionalTensor) or example_of(n.args[0]).requires_grad:
+        if (n.op, n.target) not in (("call_method", "detach"), ("call_function", torch.detach)):
+            return False  # an input may be called "detach"
+        detached = as_node(n.args[0])
+        given = self.env[detached]
+        if not isinstance(given, FunctionalTensor) or example_of(detached).requires_grad:
             return False
         for node, value in self.env.items():
             if isinstance(value, FunctionalTensor) and storage_of(value) == storage_of(given):
