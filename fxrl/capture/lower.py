@@ -386,8 +386,9 @@ class _Lowering(fx.Interpreter):
     def _detaches_nothing(self, n: fx.Node) -> bool:
         """Whether ``x.detach()`` is x: it has no gradient, and nobody else reads its memory again.
         So a write may give it one."""
-        if (n.op, n.target) not in (("call_method", "detach"), ("call_function", torch.detach)):
-            return False  # an input may be called "detach"
+        calls = ("call_method", "detach"), ("call_function", torch.detach)
+        if (n.op, n.target) not in calls or not n.args:  # an input may be called "detach", too
+            return False
         detached = as_node(n.args[0])
         given = self.env[detached]
         if not isinstance(given, FunctionalTensor) or example_of(detached).requires_grad:
