@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 from fxrl.ir.graph import memory_like
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
+saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # the pair in force, if any
 ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode  # and where torch.inference_mode does
 EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast  # and where torch.autocast does

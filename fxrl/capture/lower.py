@@ -50,7 +50,6 @@ from fxrl.capture.opaque import (
     OpaqueCalls,
     Recorded,
     ToldAutograd,
-    has_own_backward,
     is_opaque,
     is_unseen,
     is_whole,
@@ -365,24 +364,33 @@ class _Lowering(fx.Interpreter):
         """A call's result; as one op of the graph where autograd would be told of its inside."""
         if is_opaque(n):
             return self._whole(n)
-        if n.op == "call_function" and is_unseen(n):
-            with ToldAutograd() as told:
-                result = super().run_node(n)
-            return self._whole(n) if told.met else result
-        if n.op == "call_function" and (op := library_op(n.target)) is not None:
-            with Recorded(op) as itself:
-                result = super().run_node(n)
-            return result if itself.met or not has_own_backward(n) else self._whole(n)
-        return super().run_node(n)
+        op = library_op(n.target)
+        if n.op != "call_function" or (op is None and not is_unseen(n)):
+            return super().run_node(n)
+        leaves = pytree.tree_leaves(self.fetch_args_kwargs_from_env(n))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in given]
+        recording = torch.set_grad_enabled(self._mode.recording)
+        with recording, ToldAutograd() as told, Recorded() as inside:
+            result = super().run_node(n)
+        # An op's own kernel for autograd runs again with the graph; what other ops one is made of,
+        # and whether it asks autograd for something, is not seen from here.
+        if inside.ops == [op] if op is not None else not told.met:
+            return result
+        if [tensor._version for tensor in given] != versions:
+            name = getattr(n.target, "__name__", n.target)
+            reason = f"{name}, which is not looked into, writes into what it is given"
+            raise Refusal(reason, "return a new tensor from it", n)
+        return self._whole(n)
 
     def _detaches_nothing(self, n: fx.Node) -> bool:
         """Whether ``x.detach()`` is x: it has no gradient, and nobody else reads its memory again.
         So a write may give it one."""
-        if not is_call(n, torch.detach) and (n.op, n.target) != ("call_method", "detach"):
+        calls = ("call_method", "detach"), ("call_function", torch.detach)
+        if (n.op, n.target) not in calls or not n.args:  # an input may be called "detach", too
             return False
-        if not n.args or not isinstance(n.args[0], fx.Node):
-            return False
-        given, example = self.env[n.args[0]], example_of(n.args[0])
+        detached = as_node(n.args[0])
+        given, example = self.env[detached], example_of(detached)
         if not isinstance(given, FunctionalTensor) or example is None or example.requires_grad:
             return False
         for node, value in self.env.items():

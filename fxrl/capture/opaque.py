@@ -17,12 +17,22 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import SET_GRAD, TRAMPOLINES, TorchDispatchMode, library_op
+from fxrl.capture._torch import (
+    SET_GRAD,
+    TRAMPOLINES,
+    TorchDispatchMode,
+    library_op,
+    saved_tensors_hooks,
+)
 from fxrl.ir.graph import HigherOrderOperator, is_view, memory_like
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
+_T: Any = torch.Tensor
 #: Calls by which code asks or tells autograd more than its ops do: ``no_grad``, a hook on a tensor.
-_TELLING: Any = SET_GRAD, torch.Tensor.register_hook, torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_TELLING = (
+    *(SET_GRAD, _T.register_hook),
+    *(_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__),
+)
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """The kinds of devices that autocast is on for, and to what."""
@@ -105,22 +115,25 @@ def has_own_backward(node: fx.Node) -> bool:
 class ToldAutograd(TorchFunctionMode):
     """Notes whether what runs inside asks or tells autograd more than its ops do."""
 
-    met = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.met, self._hooks = False, saved_tensors_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.met = self.met or func in _TELLING
+        hooked = saved_tensors_hooks() != self._hooks
+        self.met = self.met or hooked or func in _TELLING
         return func(*args, **(kwargs or {}))
 
 
 class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether a library's op comes to itself: its kernel for autograd may be other ops."""
+    """Notes which ops of libraries autograd would record; None for any other op."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.op, self.met = op, False
+        self.ops: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.met = self.met or library_op(func) is self.op
+        self.ops.append(library_op(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -138,7 +151,7 @@ class _Bound:
     ) -> None:
         self._function, self._spec, self._casts = function, spec, casts
         self._flat = [_GIVEN if isinstance(leaf, _VALUES) else leaf for leaf in flat]
-        self.__name__, self.__module__ = function.__name__, function.__module__
+        self.__name__ = function.__name__  # its own module: fx looks up all that torch has by name
 
     def __call__(self, *given: Any) -> Any:
         values = iter(given)

@@ -42,10 +42,9 @@ PIECEWISE_PRODUCTS = (DEQUANTIZED_MM, SHARDED_MM)
 PIECEWISE_ROWS = ("fxrl.dequantized_rows.default", SHARDED_ROWS)
 QUANTIZE_ROWS = "fxrl.quantize_rows.default"
 #: The loss head, and that over a head which is read in pieces.
+LOSS_HEADS = "fxrl.linear_logprob.default", "fxrl.piecewise_logprob.default"
 #: In the ``meta`` of a graph that a break ends or comes before: why is the break's own remark.
 IS_PART = "holds_a_part_of_the_loss"
-
-LOSS_HEADS = "fxrl.linear_logprob.default", "fxrl.piecewise_logprob.default"
 
 
 def is_embedding(node: object) -> TypeGuard[fx.Node]:

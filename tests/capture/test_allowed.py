@@ -1,5 +1,6 @@
 """What ``allow_in_graph`` keeps from Dynamo has the backward that it was given."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -69,6 +70,22 @@ def by_hook(x, weight):
     return y
 
 
+@torch.compiler.allow_in_graph
+def by_leaf(x, weight):
+    return (x.sin() if x.is_leaf or x.grad_fn is None else x.cos()) @ weight
+
+
+@torch.compiler.allow_in_graph
+def by_mode(x, weight):
+    return (x.sin() if torch.is_grad_enabled() else x.cos()) @ weight
+
+
+@torch.compiler.allow_in_graph
+def by_saved_tensors(x, weight):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: 2 * saved, lambda packed: packed):
+        return x.sin() @ weight
+
+
 @torch._dynamo.nonstrict_trace
 def by_trace(x, weight):
     return Clipped.apply(x, weight, SETTINGS)
@@ -81,6 +98,53 @@ LIBRARY.impl("product", lambda x, w: x @ w, "CPU")
 LIBRARY.impl("product", lambda x, w: x @ w, "Meta")
 LIBRARY.define("clipped(Tensor x, Tensor weight) -> Tensor")
 LIBRARY.impl("clipped", lambda x, w: Clipped.apply(x, w, SETTINGS), "CompositeImplicitAutograd")
+LIBRARY.define("scaled(Tensor x, Tensor weight, float gain=1.0) -> Tensor")
+LIBRARY.impl(
+    "scaled",
+    lambda x, w, gain=1.0: gain * Clipped.apply(x, w, SETTINGS),
+    "CompositeImplicitAutograd",
+)
+LIBRARY.define("block(Tensor x, Tensor weight) -> Tensor")
+LIBRARY.impl("block", lambda x, w: torch.no_grad()(torch.relu)(x) @ w, "CompositeImplicitAutograd")
+LIBRARY.define("asking(Tensor x, Tensor weight) -> Tensor")
+LIBRARY.impl(
+    "asking", lambda x, w: (x.sin() if x.requires_grad else x) @ w, "CompositeImplicitAutograd"
+)
+
+
+class Doubled(torch.autograd.Function):
+    """Calls the op that it is the autograd of, as a library's own do, for another input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.fxrl_test_allowed.doubled(2 * x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+LIBRARY.define("doubled(Tensor x) -> Tensor")
+LIBRARY.impl("doubled", Doubled.apply, "Autograd")
+LIBRARY.impl("doubled", torch.sin, "CPU")
+LIBRARY.impl("doubled", torch.sin, "Meta")
+
+
+def by_op_with_a_number(x, weight):
+    return torch.ops.fxrl_test_allowed.scaled(x, weight, gain=3.0)
+
+
+def by_block_in_an_op(x, weight):
+    return torch.ops.fxrl_test_allowed.block(x, weight) + x @ weight
+
+
+def by_asking_op(x, weight):
+    return torch.ops.fxrl_test_allowed.asking(x, weight)
+
+
+def by_op_of_itself(x, weight):
+    return torch.ops.fxrl_test_allowed.doubled(x) @ weight
 
 
 def by_composite_op(x, weight):
@@ -147,7 +211,14 @@ def through_log_probs(model, ids):
         (by_function, loss_fn),
         (by_block, loss_fn),
         (by_hook, loss_fn),
+        (by_leaf, loss_fn),
+        (by_mode, loss_fn),
+        (by_saved_tensors, loss_fn),
         (by_trace, loss_fn),
+        (by_op_with_a_number, loss_fn),
+        (by_block_in_an_op, loss_fn),
+        (by_asking_op, loss_fn),
+        (by_op_of_itself, loss_fn),
         (by_composite_op, loss_fn),
         (by_autograd_key, loss_fn),
         (without, loss_fn),
@@ -181,3 +252,24 @@ def test_logits_that_enter_it_are_a_miss():
 
     with pytest.raises(fxrl.errors.MissedRewriteError, match="by_function, an autograd"):
         fxrl.optimize(model, loss, STRICT)(torch.randint(VOCAB, (2, 7)))
+
+
+@torch.compiler.allow_in_graph
+def writing(x, weight):
+    with torch.no_grad():
+        largest = x.abs().amax()
+    x.mul_(2)
+    return x / largest @ weight
+
+
+def test_what_it_writes_into_is_written_once():
+    def loss(model, ids):
+        x = 1 * model.embed(ids)
+        logits = model.head(writing(x, model.layers[0].weight) + x)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    torch.manual_seed(0)
+    model, ids = Model(without).double(), torch.randint(VOCAB, (2, 7))
+    with pytest.warns(UserWarning, match="writing, which is not looked into, writes into"):
+        found = fxrl.optimize(model, loss, dataclasses.replace(STRICT, on_miss="warn"))(ids)
+    torch.testing.assert_close(found, loss(model, ids), rtol=1e-12, atol=1e-12)

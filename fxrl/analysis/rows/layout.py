@@ -630,6 +630,9 @@ def _write_entries(rules: RowRules, node: fx.Node, value: RowValue, ids: fx.Node
         )
         for one in (ids, given["values"])
     )
+    # An index counts from the end where it is negative; those of a scatter may not.
+    from_end = rules.pool.call(aten.add.Scalar, at, static(value.sizes[1]))
+    at = rules.pool.call(aten.where.self, rules.pool.call(aten.lt.Scalar, at, 0), from_end, at)
     write = aten.scatter_add.default if given["accumulate"] else aten.scatter.src
     return RowValue(rules.pool.call(write, value.expr, 1, at, written), value.tags, value.sizes)
 
