@@ -160,7 +160,8 @@ def written_by_trace(among: Iterable[int] | None = None) -> dict[int, Any]:
     nothing else. ``among`` restricts the ids."""
     effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
     known = effects.id_to_variable
-    asked = known.items() if among is None else ((key, known[key]) for key in among if key in known)
+    keys = list(known) if among is None else among  # torch 2.11 adds some where a value is asked
+    asked = [(key, known[key]) for key in keys if key in known]
     older = (ValueMutationExisting, AttributeMutationExisting)
     return {
         key: _written(effects.store_attr_mutations.get(held, {}), held)

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from traceback import FrameSummary
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.gradient_hooks import hung
+from fxrl.capture.held_models import models_held
 from fxrl.capture.repeated import RepeatedLayers
 from fxrl.capture.scoped_hooks import Takeover, install_collectors
 from fxrl.errors import FxrlError
@@ -104,7 +106,7 @@ class CapturedLoss:
         self.compiled: dict[Any, Callable[[Any], Any]] = {}
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
         self._takeover = Takeover(model)
-        self._repeated = RepeatedLayers(model)
+        self._repeated = RepeatedLayers(model, partial(models_held, loss_fn))
         self._variation = Variation()
         self._branches = tuple(Branches() for _ in _WAYS)
         self.losses = Report()

@@ -52,7 +52,8 @@ class _Layout:
     """All that the forward of a layer can read of its modules.
 
     Attributes:
-        facts: types, names, flags, hooks, and what tensors look like; equal for equal layers.
+        facts: types, names, flags, and what tensors look like; equal for equal layers.
+        objects: what else is met, such as hooks and settings; the same ones in equal layers.
         numbers: attribute and value of each number in an integer or a text, which may count layers.
         tensors: parameters, buffers and other tensors, each once.
         held: all modules and containers by their ids; equal parts of equal layers have one place.
@@ -60,6 +61,7 @@ class _Layout:
 
     def __init__(self, layer: nn.Module) -> None:
         self.numbers: list[tuple[str, int]] = []
+        self.objects: list[Any] = []
         self.tensors: list[Tensor] = []
         self.held: dict[int, int] = {}
         self._watched: list[Any] = []  # containers, of dicts their values
@@ -85,10 +87,21 @@ class _Layout:
 
     def equals(self, other: _Layout, steps: int) -> bool:
         """Whether a layer ``steps`` further on computes the same, but for what numbers do."""
-        return self.facts == other.facts and all(
+        return self.is_like(other) and all(
             name == its_name and its - mine in (0, steps)
             for (name, mine), (its_name, its) in zip(self.numbers, other.numbers, strict=True)
         )
+
+    def forget(self) -> None:
+        """Hold nothing any more, but know what there was."""
+        for held in (self.tensors, self.objects, self._watched, self._values, self._empty):
+            held.clear()
+        self.held.clear()
+
+    def is_like(self, other: _Layout) -> bool:
+        """Whether the facts are equal, and the objects the same."""
+        same = [*map(id, self.objects)] == [*map(id, other.objects)]
+        return same and self.facts == other.facts
 
     def places(self, found: dict[int, Any]) -> dict[int, Any]:
         """What was found of the layer's modules and containers, by place."""
@@ -112,7 +125,8 @@ class _Layout:
         if isinstance(value, partial):
             parts = (value.func, value.args, value.keywords)
             return "partial", *(self._fact(name, part) for part in parts)
-        return "object", id(value)
+        self.objects.append(value)
+        return "object", type(value)
 
     def _part(self, name: str, value: Any) -> Any:
         """A part that may be met again, which says its place."""
@@ -150,6 +164,7 @@ class Layer:
     def __init__(self, module: nn.Module, path: str, index: int, layout: _Layout) -> None:
         self.module, self.path, self.index, self.layout = module, path, index, layout
         self.first: Layer = self
+        self._bind: Callable[[Any], None] = lambda _: None  # the forward that is called eagerly
         self.result: Any = None  # of the first layer's last call, while tracing
         self.modes: Any = None
         self.written: dict[int, Any] = {}
@@ -157,13 +172,23 @@ class Layer:
         _LAYERS[self.token] = self
 
     def is_as(self, its: Layer) -> bool:
-        """Whether this layer, looked at again, is what it was."""
+        """Whether what was traced of this layer holds for ``its``: itself, looked at again, or one
+        in its place.
+
+        NOTE [Why a copy may hold other objects]: such as a config of its own. What is read of the
+        first layer of a kind is guarded by Dynamo; the others hold the same objects as that one.
+        """
         mine, now = self.layout, its.layout
-        return (
-            self.module is its.module
-            and (mine.facts, mine.numbers) == (now.facts, now.numbers)
-            and [*map(id, mine.tensors)] == [*map(id, now.tensors)]
-        )
+        like = mine.is_like(now) if self.module is its.module else mine.facts == now.facts
+        return like and (self.path, mine.numbers) == (its.path, now.numbers)
+
+    def become(self, its: Layer | None) -> None:
+        """Stand for another module from here on; for none, so that what it held can go."""
+        if its is None:
+            self.layout.forget()
+        self.module, self.layout = (its.module, its.layout) if its else (nn.Module(), self.layout)
+        self.__dict__.pop("_places", None)
+        self._bind(self.module.forward)
 
     def place_of(self, tensor: Any) -> int | None:
         """Which of the layer's tensors it is; equal layers have theirs in the same order."""
@@ -208,6 +233,11 @@ class Layer:
             told = {name: True if name in caches else kwargs[name] for name in kwargs}
             return call(original, args, filled, told)
 
+        def bind(another: Any) -> None:
+            nonlocal original
+            original = another
+
+        self._bind = bind
         _BY_FORWARD[forward] = self
         return forward
 
@@ -319,17 +349,21 @@ def _modes() -> tuple[Any, ...]:
 
 
 class RepeatedLayers:
-    """The groups of equal layers of a model, for a step.
+    """The groups of equal layers of a model, and of others that its loss holds, for a step.
 
     NOTE [Why what it was is remembered]: an adapter that is switched off for the reference model
     and on again, or ``eval`` and ``train``, comes back to a model that was captured. Each state of
     the layers has its own captures, so that none is stale, and keeps them.
+
+    NOTE [Why captures look weights up]: a reference may be a new copy every few steps, or have an
+    average's weights. A state takes over such a copy if its layers are alike, with the captures,
+    which ask its layers for their weights at every call. So nothing holds on to the old copy.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, held: Callable[[], dict[str, nn.Module]] = dict) -> None:
+        self._model, self._held = model, held
         self._known: list[_State] = []
-        self._state = _State(0, [])
+        self._state = _State(0, _View({}))
 
     def __bool__(self) -> bool:
         return bool(self._state.layers)
@@ -340,12 +374,13 @@ class RepeatedLayers:
         return self._state.generation
 
     def refresh(self) -> None:
-        """Look at the model, and again if it is not what it was."""
-        if not self._known or not self._state.holds():
-            known = next((state for state in self._known if state.holds()), None)
+        """Look at the models, and again if they are not what they were."""
+        models = {"": self._model, **self._held()}
+        if not self._known or not self._state.holds(models):
+            known = next((state for state in self._known if state.holds(models)), None)
             # 36 layers take 0.09 s, and 0.37 if garbage is collected meanwhile.
             with uncollected():
-                self._state = known or self._look()
+                self._state = known or self._look(models)
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -364,45 +399,113 @@ class RepeatedLayers:
                 else:
                     layer.module.__dict__["forward"] = own
 
-    def _look(self) -> _State:
-        """The state that the model is in: one that is known by other objects, or a new one."""
-        found: list[Layer] = []
-        inside: set[nn.Module] = set()
-        for name, module in self._model.named_modules():
-            if module not in inside:
-                for members in _counted(module):
-                    group = _groups(name, {k: m for k, m in members.items() if m not in inside})
-                    inside.update(part for layer in group for part in layer.module.modules())
-                    found += group
+    def _look(self, models: dict[str, nn.Module]) -> _State:
+        """The state that the models are in: one that is known by other objects, or a new one."""
+        view = _View(models)
+        found = next((state for state in self._known if state.takes_over(view)), None)
+        if found is None:
+            found = _State(len(self._known) + 1, view)
+            self._known.append(found)
         for state in self._known:
-            if state.takes_over(found):
-                return state
-        self._known.append(_State(len(self._known) + 1, found))
-        return self._known[-1]
+            state.keep_only(view.reached)
+        return found
+
+
+class _View:
+    """The groups of equal layers of all models, as they were looked at once.
+
+    Attributes:
+        layers: members of the groups.
+        reached: ids of all modules, and of their tensors, which are alive as long as this is.
+        ties: which of the tensors are one.
+    """
+
+    def __init__(self, models: dict[str, nn.Module]) -> None:
+        self._models = [*models.values()]
+        owners: dict[nn.Module, list[str]] = {}
+        for title, model in models.items():
+            for module in model.modules():
+                owners.setdefault(module, []).append(title)
+        self.layers: list[Layer] = []
+        outside = self._look(models, owners)
+        self._watched = [module._modules.values() for module in outside]
+        self._sizes = [*map(len, self._watched)]
+        self._values = [*itertools.chain.from_iterable(self._watched)]
+        self._tensors = [t for layer in self.layers for t in layer.layout.tensors]
+        for module in outside:
+            own = (*module._parameters.values(), *module._buffers.values())
+            self._tensors += [tensor for tensor in own if tensor is not None]
+        first: dict[int, int] = {}
+        self.ties = [first.setdefault(id(t), place) for place, t in enumerate(self._tensors)]
+        self.reached = frozenset((*map(id, owners), *first))
+
+    def _look(
+        self, models: dict[str, nn.Module], owners: dict[nn.Module, list[str]]
+    ) -> list[nn.Module]:
+        """Find the layers; gives the modules that are in none."""
+        outside: list[nn.Module] = []
+        inside: set[nn.Module] = set()
+        seen: set[nn.Module] = set()
+        for title, model in models.items():
+            for name, module in model.named_modules(seen, title):
+                if module in inside:
+                    continue
+                outside.append(module)
+                for members in _counted(module):
+                    own = {key: member for key, member in members.items() if member not in inside}
+                    group = _groups(name, own, owners)
+                    inside.update(part for layer in group for part in layer.module.modules())
+                    self.layers += group
+        return outside
+
+    def holds(self, models: dict[str, nn.Module]) -> bool:
+        """Whether these are the models, and have the same modules in the same states."""
+        now = itertools.chain.from_iterable(self._watched)
+        return (
+            [*map(id, models.values())] == [*map(id, self._models)]
+            and [*map(len, self._watched)] == self._sizes
+            and all(map(operator.is_, now, self._values))
+            and all(layer.layout.holds() for layer in self.layers)
+        )
 
 
 class _State:
-    """The groups of equal layers while the model is in one state."""
+    """The groups of equal layers while the models are in one state."""
 
-    def __init__(self, generation: int, layers: list[Layer]) -> None:
-        self.generation, self.layers = generation, layers
-        self.forwards = [layer.traced() for layer in layers]
+    def __init__(self, generation: int, view: _View) -> None:
+        self.generation, self.layers = generation, view.layers
+        self.forwards = [layer.traced() for layer in view.layers]
+        self._view: _View | None = view
+        self._ties = view.ties
 
-    def holds(self) -> bool:
-        """Whether the model is in it."""
-        return all(layer.layout.holds() for layer in self.layers)
+    def holds(self, models: dict[str, nn.Module]) -> bool:
+        """Whether the models are in it."""
+        return self._view is not None and self._view.holds(models)
 
-    def takes_over(self, found: list[Layer]) -> bool:
-        """Whether layers that were looked at anew are in this state, which then watches them.
+    def takes_over(self, view: _View) -> bool:
+        """Whether what was looked at anew is in this state, which then watches it.
 
-        They hold other objects than before, such as the list of names that ``set_adapter`` of PEFT
-        leaves. Ids among their facts are of living objects: what is watched is held.
+        It holds other objects than before, such as the list of names that ``set_adapter`` of PEFT
+        leaves, or is another copy of a model.
         """
-        if len(found) != len(self.layers) or not all(map(Layer.is_as, self.layers, found)):
+        alike = len(view.layers) == len(self.layers) and self._ties == view.ties
+        place = {layer: i for i, layer in enumerate((*self.layers, *view.layers))}
+        if not alike or not all(
+            layer.is_as(its) and place[its.first] - place[layer.first] == len(self.layers)
+            for layer, its in zip(self.layers, view.layers, strict=True)
+        ):
             return False
-        for layer, its in zip(self.layers, found, strict=True):
-            layer.layout = its.layout
+        for layer, its in zip(self.layers, view.layers, strict=True):
+            layer.become(its)
+        view.layers, self._view = self.layers, view
         return True
+
+    def keep_only(self, reached: frozenset[int]) -> None:
+        """Let go of models, of which a part is out of reach: no other state keeps it alive."""
+        if self._view is not None and not self._view.reached <= reached:
+            self._view = None
+            for layer in self.layers:
+                layer.become(None)
 
 
 def _counted(module: nn.Module) -> list[dict[str, nn.Module]]:
@@ -414,8 +517,11 @@ def _counted(module: nn.Module) -> list[dict[str, nn.Module]]:
     return list(by_stem.values())
 
 
-def _groups(name: str, members: dict[str, nn.Module]) -> list[Layer]:
-    """The layers of one list that have an equal one; each knows the first of its kind."""
+def _groups(
+    name: str, members: dict[str, nn.Module], owners: dict[nn.Module, list[str]]
+) -> list[Layer]:
+    """The layers of one list that have an equal one in the same models (``owners``: a reference may
+    share some with the policy, and run them first); each knows the first of its kind."""
     places = list(members.values())
     layers = [
         Layer(module, f"{name}.{number}".lstrip("."), index, _Layout(module))
@@ -425,7 +531,8 @@ def _groups(name: str, members: dict[str, nn.Module]) -> list[Layer]:
     firsts: list[Layer] = []
     for layer in layers:
         for first in firsts:
-            if first.layout.equals(layer.layout, layer.index - first.index):
+            shared_alike = owners[first.module] == owners[layer.module]
+            if shared_alike and first.layout.equals(layer.layout, layer.index - first.index):
                 layer.first = first
                 break
         else:

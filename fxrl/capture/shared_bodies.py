@@ -15,7 +15,7 @@ import itertools
 import operator
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,7 +41,19 @@ from fxrl.ir.site import module_path, rename_site
 _SDPA = nn.functional.scaled_dot_product_attention
 
 
-def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+class Lifted(NamedTuple):
+    """A tensor of a layer that was not traced, looked up at every call of the graph."""
+
+    layer: Layer
+    place: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The one that the layer has now."""
+        return self.layer.layout.tensors[self.place]
+
+
+def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Lifted, ...]]:
     """Equal layers of a Dynamo graph as calls of one body.
 
     Returns:
@@ -122,7 +134,7 @@ class _Sharing:
             if isinstance(example, Tensor):
                 self._inputs[id(example)] = node
         self._read = guarded_names()
-        self.lifted: list[Tensor] = []
+        self.lifted: list[Lifted] = []
 
     def walk(self, frame: _Frame) -> None:
         """Every layer's call, in the order of the program."""
@@ -193,7 +205,7 @@ class _Sharing:
             name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{layer.first.names[place]}_")
             node = _new_input(self._graph, name, made.requires_grad_(tensor.requires_grad))
             self._inputs[id(tensor)] = node
-            self.lifted.append(tensor)
+            self.lifted.append(Lifted(layer, place))
         return self._inputs[id(tensor)]
 
 

@@ -98,12 +98,12 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         gm, lifted = share_bodies(gm)
-        run = self._capture(gm, [*example_inputs, *lifted])
+        run = self._capture(gm, [*example_inputs, *(one.tensor for one in lifted)])
         if follows_branches(gm) and not self.only_explain:
             capture, alone = self.captures[-1], self.config.context_parallel == 1
             if not capture.running or not alone or talks_to_ranks(capture.lowered):
                 raise CannotBeginAnewError
-        return run if not lifted else lambda *args: run(*args, *lifted)
+        return run if not lifted else lambda *args: run(*args, *(one.tensor for one in lifted))
 
     def _capture(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         log.info("lowering the step: graph %d", len(self.captures))

@@ -1,0 +1,385 @@
+"""Models that a loss holds are captured as the one that it is given: equal layers once."""
+
+import copy
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxrl
+
+CONFIG = fxrl.Config(
+    passes=("fuse-linear-logprob",), min_saved_bytes=0, compile_regions=False, on_miss="ignore"
+)
+HIDDEN, VOCAB = 8, 19
+
+
+class Layer(nn.Module):
+    """Attention that keeps its number, as those of language models do."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.settings = {"scale": 0.5}
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.drop = nn.Dropout(0.0)
+        self.gate = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.gate * self.drop(heads.transpose(1, 2).flatten(2))
+        return x if self.training else x * self.settings["scale"]
+
+
+class Model(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(map(Layer, range(depth)))
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def frozen(seed=1):
+    return make(seed).requires_grad_(False)
+
+
+def ids(length=6):
+    return torch.randint(VOCAB, (2, length), generator=torch.manual_seed(length))
+
+
+def logps(model, ids):
+    return model(ids).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
+
+
+def against(reference, model, ids):
+    with torch.no_grad():
+        before = logps(reference, ids)
+    return -(logps(model, ids) - before).exp().mean()
+
+
+class Held:
+    """A loss that is an object, which names its reference in one of several ways."""
+
+    def __init__(self, reference=None, **inside):
+        self.reference, self.inside = reference, inside
+
+    def __call__(self, model, ids):
+        return against(self.reference, model, ids)
+
+    def method(self, model, ids):
+        return self.named(model, ids)
+
+    def named(self, model, ids):
+        return against(self.reference, model, ids)
+
+    @property
+    def teacher(self):
+        return self.reference
+
+    def of_a_property(self, model, ids):
+        return against(self.teacher, model, ids)
+
+    def in_a_list(self, model, ids):
+        return against(self.inside["teachers"][0], model, ids)
+
+
+class Module(nn.Module):
+    """A trainer that is a module; its policy may be the model."""
+
+    def __init__(self, reference=None, policy=None):
+        super().__init__()
+        self.reference, self.policy = reference, policy
+
+    def loss(self, model, ids):
+        return against(self.reference, model, ids)
+
+
+def in_a_closure(reference):
+    def loss(model, ids):
+        return against(reference, model, ids)
+
+    return loss
+
+
+def by_default(reference):
+    def loss(model, ids, reference=reference):
+        return against(reference, model, ids)
+
+    return loss
+
+
+def in_a_global(reference):
+    globals()["REFERENCE"] = reference
+    return reads_a_global
+
+
+def reads_a_global(model, ids):
+    return against(REFERENCE, model, ids)  # noqa: F821
+
+
+def frozen_copy_of(model):
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def captured_once(step):
+    """What the last capture says of layers that were captured once."""
+    told = [r.reason for r in step.captures[-1].report.remarks if r.pass_name == "inline-layers"]
+    return told[0] if told else ""
+
+
+def check(step, model, loss, given=None):
+    """Loss and every gradient equal eager's."""
+    given = ids() if given is None else given
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    eager, found = loss(model, given), step(given)
+    torch.testing.assert_close(found, eager, rtol=1e-10, atol=1e-10)
+    expected = torch.autograd.grad(eager, parameters)
+    gradients = torch.autograd.grad(found, parameters)
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        in_a_closure,
+        in_a_global,
+        lambda reference: partial(against, reference),
+        Held,
+        lambda reference: Held(reference).method,
+        lambda reference: Held(teachers=[reference]).in_a_list,
+        lambda reference: Held(reference).of_a_property,
+        lambda reference: Module(reference).loss,
+        lambda reference: partial(in_a_closure(reference)),
+        by_default,
+    ],
+    ids=[
+        "closure",
+        "global",
+        "partial",
+        "object",
+        "method",
+        "list",
+        "property",
+        "module",
+        "nested",
+        "default",
+    ],
+)
+def test_layers_of_a_held_model_are_captured_once(hold):
+    model, reference = make(), frozen()
+    loss = hold(reference)
+    step = fxrl.optimize(model, loss, CONFIG)
+    check(step, model, loss)
+    check(step, model, loss, ids(9))
+    assert captured_once(step) == "8 layers were captured as 2"
+    assert len(step.captures) == 1
+    assert not any("one by one" in r.reason for r in step.report.remarks)
+
+
+@pytest.mark.parametrize("holder", [Held, Module])
+def test_a_held_model_that_is_replaced_is_followed_and_let_go(holder):
+    model, held = make(), holder(frozen())
+    loss = getattr(held, "method", None) or held.loss
+    step = fxrl.optimize(model, loss, CONFIG)
+    check(step, model, loss)
+    for _ in range(3):
+        old = [weakref.ref(p) for p in held.reference.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        held.reference = frozen_copy_of(model)
+        check(step, model, loss)
+        gc.collect()
+        assert not [ref for ref in old if ref() is not None]
+    assert captured_once(step) == "8 layers were captured as 2"
+    assert len(step.captures) == 1
+
+
+def deeper(model, held):
+    held.reference = Model(6).double().requires_grad_(False)
+
+
+def evaluated_copy(model, held):
+    held.reference = copy.deepcopy(held.reference).eval()
+
+
+def layer_of_the_policy(model, held):
+    held.reference.layers[1] = model.layers[1]
+
+
+def layer_of_another_kind(model, held):
+    held.reference.layers[2].gate = nn.Parameter(torch.randn(1).double(), requires_grad=False)
+
+
+def tied_otherwise(model, held):
+    held.reference = copy.deepcopy(held.reference)
+    held.reference.layers[3].gate = held.reference.layers[2].gate
+
+
+def tied_to_the_policy(model, held):
+    held.reference = copy.deepcopy(held.reference)
+    held.reference.layers[3].qkv.weight = model.layers[2].qkv.weight
+
+
+def settings_of_all_layers(model, held):
+    held.reference = copy.deepcopy(held.reference).eval()
+    for layer in held.reference.layers:
+        layer.settings["scale"] = 0.25
+
+
+def settings_of_a_layer(model, held):
+    held.reference = copy.deepcopy(held.reference).eval()
+    held.reference.layers[2].settings["scale"] = 0.25
+
+
+def hook_of_a_layer(model, held):
+    held.reference.layers[2].register_forward_hook(lambda module, args, output: output * 3)
+
+
+def the_policy(model, held):
+    held.reference = model
+
+
+def none_in_layers(model, held):
+    held.reference = nn.Sequential(nn.Embedding(VOCAB, VOCAB)).double().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        deeper,
+        evaluated_copy,
+        layer_of_the_policy,
+        layer_of_another_kind,
+        tied_otherwise,
+        tied_to_the_policy,
+        settings_of_all_layers,
+        settings_of_a_layer,
+        hook_of_a_layer,
+        the_policy,
+        none_in_layers,
+    ],
+)
+def test_a_held_model_that_is_another_kind_later(change):
+    model, held = make(), Held(frozen())
+    step = fxrl.optimize(model, held, CONFIG)
+    check(step, model, held)
+    before = held.reference
+    change(model, held)
+    check(step, model, held)
+    held.reference = before
+    check(step, model, held)
+
+
+def test_weights_that_are_swapped_need_no_new_capture():
+    """An average's, in the place of the reference's own and in that of the policy."""
+    model, held = make(), Held(frozen())
+    step = fxrl.optimize(model, held, CONFIG)
+    check(step, model, held)
+    for seed in (2, 3):
+        old = [weakref.ref(p) for p in held.reference.parameters()]
+        held.reference.load_state_dict(make(seed).state_dict(), assign=True)
+        held.reference.requires_grad_(False)
+        check(step, model, held)
+        gc.collect()
+        assert not [ref for ref in old if ref() is not None]
+    policy, average = model.state_dict(keep_vars=True), make(4).state_dict(keep_vars=True)
+    for weights in (average, policy):
+        model.load_state_dict(weights, assign=True)
+        check(step, model, held)
+    assert len(step.captures) == 1
+
+
+def test_two_references_that_are_swapped_need_no_new_capture():
+    model, held = make(), Held()
+    references = [frozen(1), frozen(2)]
+    step = fxrl.optimize(model, held, CONFIG)
+    for turn in range(4):
+        held.reference = references[turn % 2]
+        check(step, model, held)
+    assert len(step.captures) == 1
+
+
+def test_a_held_model_in_two_modes():
+    """Each is captured once, also if the model is another copy meanwhile."""
+    model, held = make(), Held(frozen())
+    step = fxrl.optimize(model, held, CONFIG)
+    for turn in range(3):
+        for training in (True, False):
+            held.reference.train(training)
+            check(step, model, held)
+        old = [weakref.ref(p) for p in held.reference.parameters()]
+        held.reference = copy.deepcopy(held.reference)
+        check(step, model, held)
+        gc.collect()
+        assert not [ref for ref in old if ref() is not None], turn
+    assert captured_once(step) == "8 layers were captured as 2"
+    assert len(step.captures) == 2
+
+
+def lower_layers(model, reference):
+    reference.layers = nn.ModuleList([*model.layers[:2], *reference.layers[2:]])
+
+
+def upper_layers(model, reference):
+    reference.layers = nn.ModuleList([*reference.layers[:2], *model.layers[2:]])
+
+
+def weights(model, reference):
+    for mine, its in zip(model.layers[1:], reference.layers, strict=False):
+        its.qkv.weight = mine.qkv.weight
+    reference.embed.weight = model.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("tie", "said"),
+    [
+        (lower_layers, "8 layers were captured as 4"),
+        (upper_layers, "8 layers were captured as 4"),
+        (weights, "7 layers were captured as 2"),
+    ],
+)
+def test_a_reference_that_is_tied_to_the_policy(tie, said):
+    model, reference = make(), frozen()
+    tie(model, reference)
+    loss = in_a_closure(reference)
+    step = fxrl.optimize(model, loss, CONFIG)
+    check(step, model, loss)
+    assert captured_once(step) == said
+    assert len(step.captures) == 1
+
+
+def test_a_policy_whose_adapter_is_off_is_the_reference():
+    """It is held by two names, and is one model."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["qkv"], init_lora_weights=False)
+    model = peft.get_peft_model(make(), lora, autocast_adapter_dtype=False)
+
+    class Trainer(Held):
+        def __call__(self, policy, ids):
+            with self.reference.disable_adapter(), torch.no_grad():
+                before = logps(self.inside["base"], ids)
+            return -(logps(policy, ids) - before).exp().mean()
+
+    trainer = Trainer(model, base=model.get_base_model())
+    step = fxrl.optimize(model, trainer, CONFIG)
+    check(step, model, trainer)
+    assert captured_once(step)
+    assert len(step.captures) == 1
