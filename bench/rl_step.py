@@ -159,7 +159,7 @@ def _fxrl(args: argparse.Namespace) -> dict[str, Any]:
     total = time.perf_counter() - start
     if code:
         raise SystemExit(f"fxrl train: exit code {code}")
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = rl_job.steps_of(run_dir)
     measured = records[args.skip :]
 
     def middle(key: str) -> float | None:

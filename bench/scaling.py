@@ -153,8 +153,7 @@ def _train(args: argparse.Namespace) -> int:
     if code := train(str(Path(args.work) / "fxrl.toml"), changes, overwrite=True):
         return code
     if os.environ.get("RANK", "0") == "0":
-        text = (run_dir / "metrics.jsonl").read_text()
-        steps = [json.loads(line) for line in text.splitlines()][WARM_UP:]
+        steps = rl_job.steps_of(run_dir)[WARM_UP:]
         seconds = [step["step_time"] for step in steps]
         exposed = [step.get("ranks/exposed_s", 0.0) for step in steps]
         found = {"ranks": size, "exposed_ms": exposed[-1] * 1e3, "peak_gib": None}

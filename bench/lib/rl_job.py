@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from pathlib import Path
@@ -153,6 +154,11 @@ lr = 1e-5
 """
     )
     return path
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run has written down of each step."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 class PeakMemory:

@@ -82,7 +82,7 @@ def is_opaque(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return False
-    return node.target is _SDPA or is_whole(node) or (is_unseen(node) and has_own_backward(node))
+    return node.target is _SDPA or is_whole(node) or (is_unseen(node) and _has_own_backward(node))
 
 
 def is_whole(node: fx.Node) -> bool:
@@ -98,7 +98,7 @@ def is_unseen(node: fx.Node) -> bool:
     return isinstance(node.target, types.FunctionType) and not known
 
 
-def has_own_backward(node: fx.Node) -> bool:
+def _has_own_backward(node: fx.Node) -> bool:
     """Whether an ``autograd.Function`` has recorded the call."""
     known = {value.grad_fn for arg in node.all_input_nodes for value in _tensors_of(arg)}
     waiting = [value.grad_fn for value in _tensors_of(node)]

@@ -295,18 +295,25 @@ class _WithGradient(HigherOrderOperator):  # type: ignore[misc, valid-type]
     """
 
     def __call__(self, backward: fx.GraphModule, inputs: int, values: int, *given: Any) -> Any:
-        def forward(ctx: Any, *given: Any) -> Any:
-            ctx.others = [None if isinstance(x, torch.Tensor) else x for x in given]
-            ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in given))
-            return tuple(value.view_as(value) for value in given[inputs : inputs + values])
+        return _Given.apply(backward, inputs, values, *given)  # type: ignore[no-untyped-call]
 
-        def differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
-            both = zip(ctx.saved_tensors, ctx.others, strict=True)
-            saved = [x if x is not None else other for x, other in both][inputs + values :]
-            return *backward(*grads, *saved), *(None for _ in ctx.others[inputs:])
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
-        return type("Given", (torch.autograd.Function,), methods).apply(*given)  # type: ignore[attr-defined]
+class _Given(torch.autograd.Function):
+    """What ``with_gradient`` is where it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: fx.GraphModule, inputs: int, values: int, *given: Any) -> Any:
+        ctx.graph, ctx.inputs, ctx.ahead = graph, inputs, inputs + values
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in given]
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in given))
+        return tuple(value.view_as(value) for value in given[inputs : ctx.ahead])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        both = zip(ctx.saved_tensors, ctx.others, strict=True)
+        saved = [x if x is not None else other for x, other in both][ctx.ahead :]
+        without = (None for _ in ctx.others[ctx.inputs :])
+        return None, None, None, *ctx.graph(*grads, *saved), *without
 
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
