@@ -246,7 +246,7 @@ class Backend:
         make, ranks = partial(planner, gm, plan, batch), self.config.context_parallel
         if ranks == 1 or self.only_explain:
             return make()
-        return told_by_first(make, print_graph(gm), ranks)
+        return told_by_first(make, print_graph(gm, device_numbers=False), ranks)
 
     @property
     def _options(self) -> InductorOptions | None:

@@ -32,13 +32,14 @@ _PACKET = type(torch.ops.aten.mm)
 _MODULE_STEP = re.compile(r"_+(?:modules|parameters|buffers)_+")
 
 
-def print_graph(graph: fx.GraphModule | fx.Graph) -> str:
+def print_graph(graph: fx.GraphModule | fx.Graph, *, device_numbers: bool = True) -> str:
     """``graph`` as stable text; submodules that it calls follow as ``@name:`` blocks.
 
-    Types come from ``meta["val"]`` (or Dynamo's ``"example_value"``).
+    Types come from ``meta["val"]`` (or Dynamo's ``"example_value"``). Without ``device_numbers``
+    operands say ``cuda`` for ``cuda:1``, as processes with a GPU each have the same graph.
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
-    return "\n".join(_Printer().lines(graph))
+    return "\n".join(_Printer(device_numbers).lines(graph))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -87,8 +88,9 @@ class Symbols:
 
 
 class _Printer:
-    def __init__(self) -> None:
+    def __init__(self, device_numbers: bool) -> None:
         self._symbols = Symbols()
+        self._device_numbers = device_numbers
 
     def lines(self, graph: fx.Graph) -> list[str]:
         names = self._names(graph)
@@ -170,6 +172,8 @@ class _Printer:
             return "..."
         if callable(value):
             return _callee(value)
+        if isinstance(value, torch.device) and not self._device_numbers:
+            return value.type
         plain = isinstance(value, torch.device | torch.layout | torch.memory_format)
         return _ADDRESS.sub("", str(value) if plain else repr(value)).removeprefix("torch.")
 

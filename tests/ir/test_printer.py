@@ -136,6 +136,19 @@ return {'loss': %add, 'all': [%getitem, None]}
     )
 
 
+def test_ranks_with_a_gpu_each_have_one_text():
+    """Which one it is is no matter of theirs; elsewhere it is part of what a graph is."""
+
+    def graph_on(device):
+        graph = fx.Graph()
+        graph.output(graph.call_function(torch.arange, (4,), {"device": torch.device(device)}))
+        return graph
+
+    texts = {print_graph(graph_on(device), device_numbers=False) for device in ("cuda:0", "cuda:1")}
+    assert texts == {"%arange = torch.arange(4, device=cuda)\nreturn %arange"}
+    assert "device=cuda:1)" in print_graph(graph_on("cuda:1"))
+
+
 def test_ambiguous_names_stay_as_they_are():
     graph = fx.Graph()
     a, b = graph.placeholder("L_batch_x_"), graph.placeholder("L_batch__x_")

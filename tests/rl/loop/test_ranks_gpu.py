@@ -36,19 +36,21 @@ def lines_of(folder, ranks, *overrides):
         (),
         ("model.lora=none",),
         ("optimize=true", "fxrl.min_saved_bytes=0"),
+        ("optimize=true", "fxrl.min_saved_bytes=0", "fxrl.context_parallel=2"),
         ("optimize=true", "model.sharded=true"),
     ],
-    ids=["adapter", "all weights", "optimized", "sharded"],
+    ids=["adapter", "all weights", "optimized", "shared sequences", "sharded"],
 )
 def test_two_gpus_have_the_numbers_of_one(tmp_path, overrides):
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "toy.py").write_text(TOY)
     rows = [f'{{"prompt": "count to {i}", "answer": "{i}"}}\n' for i in range(12)]
     (tmp_path / "questions.jsonl").write_text("".join(rows))
-    one = lines_of(tmp_path, 1, *(word for word in overrides if "sharded" not in word))
+    sharing = any("parallel" in word for word in overrides)
+    one = lines_of(tmp_path, 1, *(x for x in overrides if not ("sharded" in x or "parallel" in x)))
     two = lines_of(tmp_path, 2, *overrides)
     assert len(one) == len(two) == 3
     for ours, alone in zip(two, one, strict=True):
-        assert ours["ranks/exposed_s"] > 0
+        assert sharing or ours["ranks/exposed_s"] > 0
         for name in ("loss", "grad_norm", "reward", "kl", "num_tokens"):
             assert ours[name] == pytest.approx(alone[name], rel=1e-9, abs=1e-9), name
