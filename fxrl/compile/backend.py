@@ -44,8 +44,7 @@ from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, has_hint, hint, t
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
-from fxrl.ir.printer import print_graph
-from fxrl.ir.region import Region, region_calls
+from fxrl.ir.region import Region, region_calls, text_on_any_gpu
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import source_of_trace, user_source
@@ -246,7 +245,7 @@ class Backend:
         make, ranks = partial(planner, gm, plan, batch), self.config.context_parallel
         if ranks == 1 or self.only_explain:
             return make()
-        return told_by_first(make, print_graph(gm, device_numbers=False), ranks)
+        return told_by_first(make, text_on_any_gpu(gm), ranks)
 
     @property
     def _options(self) -> InductorOptions | None:

@@ -76,12 +76,22 @@ class Region:
         """What the id would be if no gradient were wanted: equal where only those differ."""
         return self._hash([replace(spec, needs_grad=False) for spec in self.inputs])
 
+    @cached_property
+    def id_on_any_gpu(self) -> str:
+        """What the id would be were the GPU another one of its kind."""
+        symbols = Symbols()
+        inputs = [_signature(spec, symbols, spec.example.device.type) for spec in self.inputs]
+        return self._digest(text_on_any_gpu(self.forward), inputs)
+
     def _hash(self, specs: Sequence[InputSpec]) -> str:
         symbols = Symbols()
-        inputs = [_signature(spec, symbols) for spec in specs]
+        inputs = [_signature(spec, symbols, str(spec.example.device)) for spec in specs]
         if self.forward not in _TEXTS:
             _TEXTS[self.forward] = print_graph(self.forward)
-        text = "\n".join([_TEXTS[self.forward], *inputs, self.cut])
+        return self._digest(_TEXTS[self.forward], inputs)
+
+    def _digest(self, body: str, inputs: Sequence[str]) -> str:
+        text = "\n".join([body, *inputs, self.cut])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -105,13 +115,13 @@ def differentiated(forward: fx.GraphModule) -> list[bool]:
     return [node in reached for node in placeholders]
 
 
-def _signature(spec: InputSpec, symbols: Symbols) -> str:
+def _signature(spec: InputSpec, symbols: Symbols, device: str) -> str:
     """Everything about an input that compiled code depends on; not the strides of rows, which are
     made contiguous."""
     example = spec.example
     sizes = [symbols.text(size) for size in example.shape[1 if spec.tiled else 0 :]]
     strides = [] if spec.tiled else [symbols.text(stride) for stride in example.stride()]
-    kind = f"{example.dtype} {example.device} {sizes} {strides}"
+    kind = f"{example.dtype} {device} {sizes} {strides}"
     return f"{kind} {spec.tiled} {spec.needs_grad}" + (" alive" if spec.alive else "")
 
 
@@ -163,3 +173,12 @@ def region_calls(gm: fx.GraphModule) -> list[fx.Node]:
 def regions_of(gm: fx.GraphModule) -> dict[str, Region]:
     """The distinct regions of a graph by id."""
     return {node.meta["region"].id: node.meta["region"] for node in region_calls(gm)}
+
+
+def text_on_any_gpu(gm: fx.GraphModule) -> str:
+    """A graph's text as processes with a GPU each have it alike: which one it is shows neither in
+    operands (``device=cuda:1``) nor in the ids of regions."""
+    text = print_graph(gm, device_numbers=False)
+    for own, region in regions_of(gm).items():
+        text = text.replace(own, region.id_on_any_gpu)
+    return text

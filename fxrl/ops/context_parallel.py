@@ -33,6 +33,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -111,13 +112,21 @@ def told_by_first(make: Callable[[], T], inputs: str, ranks: int) -> T:
     each = told_by_ranks((hashlib.sha256(inputs.encode()).hexdigest(), made), ranks)
     (expected, first), *others = each
     if differing := [rank for rank, (own, _) in enumerate(others, 1) if own != expected]:
+        texts = told_by_ranks(inputs, ranks)
         raise FxrlError(
             f"ranks {[0, *differing]} of {ranks} that share sequences have captured different "
-            "graphs; give them the same model, loss, batch, packages and kind of GPU"
+            f"graphs: {_first_difference(texts[0], texts[differing[0]])}; give them the same "
+            "model, loss, batch, packages and kind of GPU"
         )
     if isinstance(first, Exception):
         raise first
     return first  # type: ignore[no-any-return]
+
+
+def _first_difference(one: str, other: str) -> str:
+    """The first line that two texts do not share, as both have it."""
+    lines = zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing")
+    return next(f"{a.strip()!r} is {b.strip()!r} elsewhere" for a, b in lines if a != b)
 
 
 def check_same(kind: str, told: dict[str, Any], ranks: int) -> None:

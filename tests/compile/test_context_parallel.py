@@ -368,6 +368,7 @@ def test_the_first_rank_plans_for_all_and_a_refusal_is_everybodys():
         assert made == "by 0"
         assert refused == "PlanError: no plan fits"
         assert "ranks [0, 1] of 2 that share sequences have captured different graphs" in different
+        assert "graphs: '0' is '1' elsewhere; give them the same" in different
 
 
 def of_one_rank_alone() -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxrl.ir.region import InputSpec, Region
+from fxrl.ir.region import InputSpec, Region, call_region, text_on_any_gpu
 
 
 def sine() -> fx.GraphModule:
@@ -25,6 +25,25 @@ def test_each_device_has_bodies_of_its_own():
     gm = sine()
     assert on(gm, "cuda:0").id != on(gm, "cuda:1").id
     assert on(gm, "cuda:0").id == on(sine(), "cuda:0").id
+
+
+def test_ranks_with_a_gpu_each_have_one_text():
+    """Of regions in regions too, whose ids have the numbers of the GPUs in them."""
+
+    def nested_on(device):
+        gm = sine()
+        for _ in range(2):
+            region, graph = on(gm, device), fx.Graph()
+            x = graph.placeholder("x")
+            made = graph.call_function(torch.arange, (4,), {"device": torch.device(device)})
+            graph.output((*call_region(graph, region, [x], 0, [None]), made))
+            gm = fx.GraphModule({}, graph)
+        return gm, region
+
+    (first, of_first), (second, of_second) = map(nested_on, ("cuda:0", "cuda:1"))
+    assert of_first.id != of_second.id
+    assert text_on_any_gpu(first) == text_on_any_gpu(second)
+    assert of_first.id_on_any_gpu in text_on_any_gpu(second)
 
 
 def test_regions_are_told_apart_by_their_ids():
