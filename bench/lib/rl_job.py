@@ -29,21 +29,23 @@ TORCHRUN_ENVIRONMENT = {
     "WANDB_DISABLED": "true",
 }
 SHAPE = "qwen3-1.7b"
+LOSS = "dapo"
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def model_path(folder: Path, shape: str = SHAPE) -> Path:
+def model_path(folder: Path, shape: str = SHAPE, layers: int | None = None) -> Path:
     """Where ``make_model`` puts the model."""
-    return folder / f"{shape}-random"
+    return folder / (f"{shape}-random" if layers is None else f"{shape}-{layers}-layers-random")
 
 
-def make_model(folder: Path, shape: str = SHAPE) -> Path:
+def make_model(folder: Path, shape: str = SHAPE, layers: int | None = None) -> Path:
     """A Qwen3 of that shape with random bf16 weights and a byte-level tokenizer, once.
 
     Args:
         shape: a key of ``qwen.SHAPES`` that is a Qwen3.
+        layers: overrides the shape's number of layers.
     """
-    path = model_path(folder, shape)
+    path = model_path(folder, shape, layers)
     if (path / "config.json").is_file():
         return path
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -55,6 +57,7 @@ def make_model(folder: Path, shape: str = SHAPE) -> Path:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         numbers = qwen.SHAPES[shape] | TOKENS | {"max_position_embeddings": 16384}
+        numbers |= {"num_hidden_layers": layers} if layers else {}
         model = Qwen3ForCausalLM(Qwen3Config(**numbers))
     torch.set_default_dtype(torch.float32)
     model.to("cpu").save_pretrained(path)
@@ -111,7 +114,13 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 def write_config(
-    folder: Path, run_dir: Path, *, length: int, steps: int, shape: str = SHAPE
+    folder: Path,
+    run_dir: Path,
+    *,
+    length: int,
+    steps: int,
+    shape: str = SHAPE,
+    layers: int | None = None,
 ) -> Path:
     """The job as a file for ``fxrl train``."""
     data = folder / "questions.jsonl"
@@ -130,7 +139,7 @@ tensorboard = false
 log_completions = 0
 
 [model]
-id = "{model_path(folder, shape)}"
+id = "{model_path(folder, shape, layers)}"
 dtype = "bfloat16"
 lora = {{ r = {RANK}, alpha = {RANK}, targets = "all-linear" }}
 
@@ -142,7 +151,7 @@ chat = false
 functions = ["bench.lib.rl_job:reward"]
 
 [loss]
-name = "dapo"
+name = "{LOSS}"
 
 [sampling]
 num_generations = {GENERATIONS}
@@ -162,10 +171,10 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class PeakMemory:
-    """Highest use of the whole GPU as the driver counts it, from a thread; ``gib`` afterwards."""
+    """Highest use of a whole GPU as the driver counts it, from a thread; ``gib`` afterwards."""
 
-    def __init__(self, interval_s: float = 0.02) -> None:
-        self.interval_s = interval_s
+    def __init__(self, interval_s: float = 0.02, device: int = 0) -> None:
+        self.interval_s, self.device = interval_s, device
         self.highest = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -182,7 +191,7 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._stop.wait(self.interval_s):
-            free, total = torch.cuda.mem_get_info()
+            free, total = torch.cuda.mem_get_info(self.device)
             self.highest = max(self.highest, total - free)
 
     @property
