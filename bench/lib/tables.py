@@ -3,6 +3,7 @@
 ``pivot`` makes of rows a table: one key down, one across, a few figures in each cell. ``lines`` are
 the few figures before all tables: fxrl, and who comes nearest. Nobody picks the peers: they are the
 fastest of all that were measured there, fastest first, unless a file has rows that are no such job.
+How steps scale (``scaling_*.json``) is fxrl on many GPUs beside fxrl on few.
 ``shown_commands`` is a file's command as a reader would type it.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 FAILED, CANNOT, DOUBTFUL = "failed", "n/a", "(!)"
 HEAD = ("job", "fxrl", "the fastest others", "file")
 _OTHERS = 3
+_SCALING = "scaling_*.json"
 _ALONE = frozenset({"--append"})
 _WITH_VALUE = frozenset({"--out", "--run-dir", "--time-limit", "--row-limit"})
 _LOCAL_COPY = re.compile(r"[\w.]+=/")
@@ -191,7 +193,8 @@ def lines(folder: Path) -> list[tuple[str, str, str, str]]:
     Raises:
         PivotError: a file has not what its line shows.
     """
-    return [_line(line, folder) for line in LINES if (folder / f"{line.file}.json").exists()]
+    beside = [_line(line, folder) for line in LINES if (folder / f"{line.file}.json").exists()]
+    return beside + [line for file in sorted(folder.glob(_SCALING)) for line in _scaled(file)]
 
 
 def _line(line: Line, folder: Path) -> tuple[str, str, str, str]:
@@ -207,8 +210,23 @@ def _line(line: Line, folder: Path) -> tuple[str, str, str, str]:
     if len(ours) != 1 or not others:
         raise PivotError(f"the summary's line {line.job!r} needs {line.ours} and another, once")
     beside = [f"{r['variant']}: {_figures(line, r)}" for r in others[:_OTHERS]]
-    link = f"[`{line.file}`](bench/results/{line.file}.json)"
-    return line.job, line.cells.format(**ours[0]), "<br>".join(beside), link
+    return line.job, line.cells.format(**ours[0]), "<br>".join(beside), _link(line.file)
+
+
+def _link(file: str) -> str:
+    return f"[`{file}`](bench/results/{file}.json)"
+
+
+def _scaled(file: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Most ranks beside fewest, of a file of ``bench.scaling`` in which more than one count ran."""
+    record = json.loads(file.read_text(encoding="utf-8"))
+    named = [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
+    ran = sorted((r for r in named if r.get("rank") == 0), key=lambda r: r["ranks"])
+    if not ran or ran[0]["ranks"] == ran[-1]["ranks"]:
+        return
+    few, many = (f"{r['ranks']} x: {r['tokens_per_s']:.0f} tokens/s" for r in (ran[0], ran[-1]))
+    job = f"{record['title']}: {record['notes'][0]}"
+    yield job, f"{many}, efficiency {ran[-1]['efficiency']:.2f}", few, _link(file.stem)
 
 
 def _figures(line: Line, row: dict[str, Any]) -> str:

@@ -31,7 +31,22 @@ def folder(tmp_path, monkeypatch):
 
 def test_every_line_has_its_file():
     results = Path(__file__).parents[2] / "bench" / "results"
-    assert len(tables.lines(results)) == len(tables.LINES) > 3
+    shown = " ".join(link for *_, link in tables.lines(results))
+    assert all(f"`{line.file}`" in shown for line in tables.LINES)
+    assert len(tables.LINES) > 3
+
+
+def test_many_ranks_beside_few(folder):
+    columns = ["ranks", "rank", "tokens_per_s", "efficiency", "error"]
+    rows = [[1, 0, 100.0, 1.0, None], [2, 0, 190.0, 0.95, None], [2, 1, 190.0, 0.95, None]]
+    failed = [[8, None, None, None, "exit code 1"]]
+    record = {"title": "weak scaling", "notes": ["a job", "b"], "columns": columns}
+    for name, found in (("weak", rows + failed), ("alone", rows[:1]), ("failed", failed)):
+        (folder / f"scaling_{name}_x.json").write_text(json.dumps(record | {"rows": found}))
+    _, (job, ours, others, link) = tables.lines(folder)
+    assert (job, ours) == ("weak scaling: a job", "2 x: 190 tokens/s, efficiency 0.95")
+    assert others == "1 x: 100 tokens/s"
+    assert link == "[`scaling_weak_x`](bench/results/scaling_weak_x.json)"
 
 
 def test_the_three_fastest_others_though_faster_than_fxrl(folder):
