@@ -2,9 +2,13 @@
 
 Runs the configuration once per seed (``data.seed`` stays, so all are judged on the same held-out
 questions), collects training metrics and evaluations from each ``metrics.jsonl``, and draws them.
-Instead of a file, ``sft``, ``dpo`` and ``tools`` name the tasks of bench/lib/sums.py, each with an
-amount that the measure has to gain; a file's runs are judged by accuracy, beside that of always
-giving the most frequent answer. A loss gains by falling.
+Instead of a file, ``sft``, ``dpo``, ``grpo`` and ``tools`` name the tasks of bench/lib/sums.py,
+each with an amount that the measure has to gain; a file's runs are judged by accuracy, beside that
+of always giving the most frequent answer. A loss gains by falling.
+
+``--against "fxrl.precision=fp8"`` trains every seed a second time with these overrides on top, on
+the same data, and says whether the mean curves are within the noise between the seeds of the first:
+``within_noise``. Given several times, each is held against the first.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -20,13 +25,15 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.lib import common, sums
 
 COLUMNS = (
+    "variant",
     "seed",
     "steps",
     "held_out",
@@ -54,6 +61,26 @@ MEDIANS = {
 """Column: metric of the run whose median over the steps it is."""
 
 
+AS_GIVEN = "as given"
+LAST = 50
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Of Student's t, what 97.5 % lie below, from one degree of freedom on; more take the last."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A variant, by the overrides that make it, and a seed."""
+
+    variant: str
+    seed: int
+    folder: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        """Those of its variant."""
+        return [] if self.variant == AS_GIVEN else shlex.split(self.variant)
+
+
 def main() -> int:
     """Measures; 1 if a run failed, or gained less than its task asks."""
     args = _arguments()
@@ -68,39 +95,48 @@ def main() -> int:
         "examples that are",
     ]
     results = common.results(args, f"Learning runs of {config.name}", COLUMNS, notes)
-    results.extra["config"] = config.read_text()
-    curves: dict[str, Any] = {}
-    for runs in _batches(args.seeds, args.parallel):
-        started = [(seed, _start(args, seed)) for seed in runs]
+    results.extra |= {"config": config.read_text(), "curves": {}}
+    curves: dict[Run, dict[str, Any]] = {}
+    for group in _batches(_runs(args), args.parallel):
+        started = [(run, _start(args, run)) for run in group]
         begun = time.monotonic()
         deadline = begun + args.time_limit
-        for seed, process in started:
+        for run, process in started:
             error = _wait(process, deadline)
-            row, curve = collect(_run_dir(args, seed), task)
-            curves[str(seed)] = curve
-            results.extra["curves"] = curves
+            row, curve = collect(run.folder, task)
+            curves[run] = curve
+            results.extra["curves"].setdefault(run.variant, {})[str(run.seed)] = curve
             row |= {"held_out": _held_out(args), "wall_s": time.monotonic() - begun}
-            results.add(seed=seed, **row | ({"error": error} if error else {}))
+            row |= {"error": error} if error else {}
+            results.add(variant=run.variant if args.against else None, seed=run.seed, **row)
+    if args.against:
+        results.extra["comparisons"] = found = compared(results.extra["curves"])
+        for told in map(_told, found) if found else ("nothing to compare: a run made no step",):
+            results.note(told)
     if args.out:
         _draw(curves, results, Path(args.out).with_suffix(".png"))
     results.finish()
     return int(results.failed())
 
 
-def _batches(seeds: list[int], size: int) -> list[list[int]]:
-    return [seeds[at : at + size] for at in range(0, len(seeds), size)]
+def _runs(args: argparse.Namespace) -> list[Run]:
+    stem = Path(args.config).stem
+    return [
+        Run(variant, seed, Path(args.run_dir) / f"{stem}{f'_{i}' if i else ''}_seed{seed}")
+        for i, variant in enumerate((AS_GIVEN, *args.against))
+        for seed in args.seeds
+    ]
 
 
-def _run_dir(args: argparse.Namespace, seed: int) -> Path:
-    return Path(args.run_dir) / f"{Path(args.config).stem}_seed{seed}"
+def _batches(runs: list[Run], size: int) -> list[list[Run]]:
+    return [runs[at : at + size] for at in range(0, len(runs), size)]
 
 
-def _start(args: argparse.Namespace, seed: int) -> subprocess.Popen[str]:
-    """A run whose lines go to its ``log.txt`` and, with the seed before them, to stderr."""
-    folder = _run_dir(args, seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "fxrl", "train", args.config, f"run_dir={folder}"]
-    command += [f"seed={seed}", *args.overrides]
+def _start(args: argparse.Namespace, run: Run) -> subprocess.Popen[str]:
+    """A run whose lines go to its ``log.txt`` and, with its folder before them, to stderr."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "fxrl", "train", args.config, f"run_dir={run.folder}"]
+    command += [f"seed={run.seed}", *args.overrides, *run.overrides]
     cores = max(1, (os.cpu_count() or 1) // args.parallel)
     process = subprocess.Popen(
         command,
@@ -110,7 +146,7 @@ def _start(args: argparse.Namespace, seed: int) -> subprocess.Popen[str]:
         errors="replace",
         env=os.environ | {"OMP_NUM_THREADS": str(cores), "PYTHONUNBUFFERED": "1"},
     )
-    told = (process.stdout or (), folder / "log.txt", f"seed {seed}: ")
+    told = (process.stdout or (), run.folder / "log.txt", f"{run.folder.name}: ")
     threading.Thread(target=_copy, args=told).start()
     return process
 
@@ -141,12 +177,15 @@ def collect(folder: Path, task: sums.Task | None) -> tuple[dict[str, Any], dict[
     """One row and one curve out of what the run wrote."""
     path = folder / "metrics.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
-    name = "reward" if any(line.get("reward") is not None for line in lines) else "loss"
-    trained = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    trained = {
+        name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        for name in ("reward", "loss")
+    }
+    name = "reward" if trained["reward"] else "loss"
     measure = task.measure if task else "accuracy"
     held_out = evaluations(lines, measure, task.before if task else None)
-    row: dict[str, Any] = {"steps": len(trained), "measure": measure, "curve": name}
-    if values := [value for _, value in trained]:
+    row: dict[str, Any] = {"steps": len(trained[name]), "measure": measure, "curve": name}
+    if values := [value for _, value in trained[name]]:
         row["first_10"] = statistics.fmean(values[:10])
         row["last_10"] = statistics.fmean(values[-10:])
     for column, key in MEDIANS.items():
@@ -161,7 +200,68 @@ def collect(folder: Path, task: sums.Task | None) -> tuple[dict[str, Any], dict[
         row["gain_asked"] = task.gain
         if row.get("gain", -math.inf) < task.gain:
             row["error"] = f"gained less than {task.gain:g}"
-    return row, {name: trained, "held_out": held_out}
+    return row, {name: trained[name], **trained, "held_out": held_out}
+
+
+def compared(curves: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each further variant against the first: its mean over the seeds, and the first's noise.
+
+    Args:
+        curves: variant -> seed -> what ``collect`` gives.
+
+    Returns:
+        For reward and loss, over the last ``LAST`` steps that all runs made and over all of these,
+        what ``within_noise`` gives, with ``variant``, ``curve`` and ``steps``. Empty if a run has
+        made no step.
+    """
+    first, *others = curves
+    found = []
+    for name in ("reward", "loss"):
+        seeds = {
+            variant: [[value for _, value in curve[name]] for curve in by_seed.values()]
+            for variant, by_seed in curves.items()
+        }
+        made = min(len(values) for lists in seeds.values() for values in lists)
+        for steps in sorted({made, min(LAST, made)} - {0}):
+            means = {
+                variant: [statistics.fmean(values[made - steps : made]) for values in lists]
+                for variant, lists in seeds.items()
+            }
+            for other in others:
+                told = {"variant": other, "curve": name, "steps": [made - steps + 1, made]}
+                found.append(told | within_noise(means[first], means[other]))
+    return found
+
+
+def within_noise(given: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
+    """Whether the mean of other runs lies where that of as many further seeds of the given runs
+    would, in 19 of 20 cases.
+
+    That is ``mean +- t s sqrt(1 / n + 1 / m)`` of n given and m other runs, with s the standard
+    deviation between the given ones and t Student's for n - 1 degrees of freedom.
+
+    Args:
+        given: one number for each seed, two at least.
+        other: likewise, one at least.
+
+    Returns:
+        Both means, ``noise`` (what stands behind +-) and ``within``.
+    """
+    mean, theirs = statistics.fmean(given), statistics.fmean(other)
+    t = _T_975[min(len(given) - 1, len(_T_975)) - 1]
+    noise = t * statistics.stdev(given) * math.sqrt(1 / len(given) + 1 / len(other))
+    within = abs(theirs - mean) <= noise
+    return {"given_mean": mean, "mean": theirs, "noise": noise, "within": within}
+
+
+def _told(one: dict[str, Any]) -> str:
+    start, end = one["steps"]
+    verdict = "within" if one["within"] else "outside"
+    return (
+        f"{one['variant']}: mean {one['curve']} of steps {start} to {end} is {one['mean']:.4g}, "
+        f"{verdict} the noise between seeds of the runs {AS_GIVEN}, {one['given_mean']:.4g} +- "
+        f"{one['noise']:.2g} (95 %, Student's t)"
+    )
 
 
 def evaluations(
@@ -194,26 +294,30 @@ def _held_out(args: argparse.Namespace) -> int | None:
     return size
 
 
-def _draw(curves: dict[str, Any], results: common.Results, path: Path) -> None:
+def _draw(curves: dict[Run, dict[str, Any]], results: common.Results, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    variants = list(dict.fromkeys(run.variant for run in curves))
     name, baseline = "", None
-    for seed, curve in curves.items():
+    for place, (run, curve) in enumerate(curves.items()):
         name = next(iter(curve))
+        colour = f"C{variants.index(run.variant) if variants[1:] else place}"
+        label = f"{run.variant}, seed {run.seed}" if variants[1:] else f"seed {run.seed}"
         if curve[name]:
             steps, values = zip(*curve[name], strict=True)
-            left.plot(steps, _smooth(values), label=f"seed {seed}")
+            left.plot(steps, _smooth(values), colour, label=label)
         points = curve["held_out"]
         if points:
             right.plot(
                 [point["step"] for point in points],
                 [point["value"] for point in points],
+                colour,
                 marker="o",
-                label=f"seed {seed}",
+                label=label,
             )
             baseline = points[0]["majority"]
     if baseline is not None:
@@ -241,11 +345,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="of a named task")
     parser.add_argument("--seeds", default=[0, 1, 2], type=common.numbers)
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="'KEY=VALUE ...'",
+        help="overrides of further runs of each seed, to be compared",
+    )
     parser.add_argument("--run-dir", default="runs/learn")
     parser.add_argument("--parallel", type=int, default=3, help="runs at the same time")
     parser.add_argument("--time-limit", type=float, default=540, help="seconds for each group")
     args = parser.parse_intermixed_args()
-    former = [folder for seed in args.seeds if (folder := _run_dir(args, seed)).exists()]
+    if args.against and len(args.seeds) < 2:
+        parser.error("--against compares with the noise between seeds, of which it takes two")
+    if AS_GIVEN in args.against or len({*args.against}) < len(args.against):
+        parser.error("--against takes overrides, each time other ones")
+    former = [run.folder for run in _runs(args) if run.folder.exists()]
     if former:  # what they wrote would be read as this run's
         there = ", ".join(map(str, former))
         parser.error(f"there are runs already: {there}; remove them, or give another --run-dir")

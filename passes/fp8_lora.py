@@ -127,6 +127,8 @@ class Fp8Lora(Pass[FrozenProduct]):
         input_at: place among the graph's inputs -> the tensor; None of one that is not there.
         seconds_of: (rows, features in, features out) -> seconds of forward and backward in bf16 and
             in FP8; a product that is not faster stays.
+        only_faster: whether it does; without, all that can be in FP8 are, such as to see what the
+            rounding does to a small model.
         no_fp8: why the device has no products in FP8; empty where it has.
     """
 
@@ -136,6 +138,7 @@ class Fp8Lora(Pass[FrozenProduct]):
     skip: tuple[str, ...] = ()
     heads: bool = False
     least_values: int = 2**10
+    only_faster: bool = True
     error_limit: float = 0.036
     error_of: Callable[[int, bool], float | None] | None = field(default=None, metadata=SETTLED)
     input_at: Callable[[int], Tensor | None] | None = field(default=None, metadata=SETTLED)
@@ -203,7 +206,7 @@ class Fp8Lora(Pass[FrozenProduct]):
         if (error := self._error(site)) is not None and not error <= self.error_limit:
             limit = f"above the limit of {self.error_limit}"
             return Keep(f"its weight in FP8 is off by {error:.3f}, {limit}")
-        if self.seconds_of is not None:
+        if self.only_faster and self.seconds_of is not None:
             rows = hint(shape_of(site.product)[0])
             plain, fp8 = self.seconds_of(rows, features, out)
             if fp8 >= plain:

@@ -1,7 +1,8 @@
-"""What ``bench.learn`` has SmolLM2-135M learn in a minute: sums, in three ways.
+"""What ``bench.learn`` has SmolLM2-135M learn in a minute or a few: sums, in four ways.
 
     sft     the answers to questions such as "What is 3 + 4?", of one digit
     dpo     to prefer the right answer to a wrong one nearby
+    grpo    to say the right answer, from rewards alone, after two that it is shown
     tools   GRPO: differences of four digits, too hard for it, with a calculator: it calls that in
             its first turn, with the numbers in the order that the question asks for, which is not
             always the one they stand in, and says in its second turn what it heard. It was shown
@@ -125,6 +126,7 @@ def one_digit() -> list[dict[str, Any]]:
                 rows.append(
                     {
                         "prompt": f"What is {a} {sign} {b}?",
+                        "answer": str(right),
                         "chosen": f" {right}",
                         "rejected": f" {draw.choice(wrong)}",
                     }
@@ -206,6 +208,35 @@ TASKS = {
         "rewards/accuracies",
         0.3,
         before=0.5,  # the policy is its reference: of no pair does it prefer either answer
+    ),
+    "grpo": Task(
+        "steps = 200\n"
+        + _COMMON.format(prompts=16, lr="3e-4", warmup=5, every=50)
+        + """
+[model]
+id = "MODEL"
+dtype = "auto"
+lora = { r = 16, alpha = 32 }
+
+[data]
+path = "DATA"
+system = "Answer with only the final result."
+few_shot = 2
+
+[reward]
+functions = ["exact"]
+extract = '-?\\d+'
+
+[loss]
+name = "dapo"
+
+[sampling]
+num_generations = 8
+max_tokens = 8
+""",
+        one_digit,
+        "accuracy",
+        0.3,
     ),
     "tools": Task(
         "steps = 12\n"

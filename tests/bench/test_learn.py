@@ -9,6 +9,7 @@ import pytest
 from bench import learn
 from bench.lib import sums
 from fxrl.rl.config.load import load_config
+from fxrl.rl.train import main as train
 
 
 @pytest.mark.parametrize("name", sums.TASKS)
@@ -84,6 +85,61 @@ def test_a_run_that_fails_is_a_row(tmp_path, monkeypatch):
     [row] = json.loads(out.read_text())["rows"]
     assert row[-1] == "exit code 2, see log.txt"
     assert "overrides: steps=3" in out.read_text()
+
+
+def test_fp8_beside_bf16(tmp_path, monkeypatch):
+    """Both curves of every seed, and what they say; in this process, where all is imported."""
+
+    def start(args, run):
+        run.folder.mkdir(parents=True)
+        told = [f"run_dir={run.folder}", f"seed={run.seed}", *args.overrides, *run.overrides]
+        return train(args.config, told)
+
+    monkeypatch.setattr(learn, "_start", start)
+    monkeypatch.setattr(learn, "_wait", lambda code, deadline: code)
+    out = tmp_path / "out.json"
+    given = ["grpo", "--model", "tiny:llama", "--seeds", "0,1", "--run-dir", str(tmp_path / "runs")]
+    given += ["--against", "fxrl.precision=fp8 fxrl.compile_regions=false", "--out", str(out)]
+    small = ["steps=1", "prompts_per_step=2", "eval.size=2", "fxrl.compile_regions=false"]
+    small += ["sampling.num_generations=2", "reward.functions=['length']"]
+    monkeypatch.setattr("sys.argv", ["learn", *given, *small])
+    assert learn.main() == 1  # a model of random weights learns no sums
+    record = json.loads(out.read_text())
+    rows = [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
+    assert [row["error"] for row in rows] == ["gained less than 0.3"] * 4
+    assert [row["steps"] for row in rows] == [1] * 4
+    *plain, fp8, again = (row["drift_mean"] for row in rows)
+    assert plain == [0, 0]
+    assert min(fp8, again) > 1e-3, "the trainer multiplies in FP8, and the engine does not"
+    bf16, fp8 = record["curves"].values()
+    for seed in ("0", "1"):
+        assert bf16[seed]["reward"][0] == fp8[seed]["reward"][0], "the same data, by one policy"
+    assert [(one["curve"], one["steps"]) for one in record["comparisons"]] == [
+        ("reward", [1, 1]),
+        ("loss", [1, 1]),
+    ]
+    assert sum("between seeds" in note for note in record["notes"]) == 2
+
+
+def test_what_is_within_the_noise_of_seeds():
+    given = {str(seed): {"reward": [], "loss": [(1, 9.0), (2, seed)]} for seed in (1, 2, 3)}
+    other = {"0": {"reward": [], "loss": [(1, 9.0), (2, 2.1), (3, 50.0)]}}
+    [one] = learn.compared({"as given": given, "x=1": other})
+    assert (one["variant"], one["curve"], one["steps"]) == ("x=1", "loss", [1, 2])
+    assert one["within"]
+    # Of three seeds with a standard deviation of 1, 95 % of means of three more lie within 3.51.
+    far = learn.within_noise([1.0, 2.0, 3.0], [5.6, 5.6, 5.6])
+    assert far["noise"] == pytest.approx(4.303 * (2 / 3) ** 0.5)
+    assert not far["within"]
+    assert learn.within_noise([1.0, 2.0, 3.0], [5.5, 5.5, 5.5])["within"]
+
+
+def test_a_comparison_takes_seeds(monkeypatch, capsys):
+    given = ["learn", "sft", "--against", "fxrl.precision=fp8", "--seeds", "0"]
+    monkeypatch.setattr("sys.argv", given)
+    with pytest.raises(SystemExit, match="2"):
+        learn.main()
+    assert "noise between seeds, of which it takes two" in capsys.readouterr().err
 
 
 def test_former_runs_are_left_alone(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """``fp8-lora``: frozen Linears in FP8, found by structure; on a CPU the same graph in emulation."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -273,6 +274,13 @@ missed: fp8-lora @ 0:loss/mm: no faster in FP8: 3.00 ms against 2.00, for 5 rows
 missed: fp8-lora @ 0:loss/mm: every product stays as it is: this GPU has compute capability 8.0
 missed: fp8-lora @ 0:loss/addmm: its addmm has alpha or beta""",
     )
+
+
+def test_what_is_no_faster_is_taken_on_request():
+    slow, function, *shapes = MISSES["slow"]
+    gm, _ = linears(function, *shapes)
+    (applied,) = replace(slow, only_faster=False).run(gm).of_kind("applied")
+    assert applied.reason == "weight [48, 32] in FP8, scales by row"
 
 
 def test_trained_weights_stay_and_adapters_are_no_linears():
