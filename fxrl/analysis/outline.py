@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.graph import (
+    EXCHANGES,
     PIECEWISE_PRODUCTS,
     HigherOrderOperator,
     OpOverload,
@@ -40,9 +41,8 @@ aten = torch.ops.aten
 _KERNELS = (
     "fxrl.masked_attention.default",
     "fxrl.mask_blocks.default",
-    "fxrl.seq_to_head.default",
-    "fxrl.head_to_seq.default",
     "fxrl.shard_tokens.default",
+    *EXCHANGES,
     *PIECEWISE_PRODUCTS,
 )
 

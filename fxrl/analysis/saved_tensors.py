@@ -20,6 +20,7 @@ from fxrl.analysis.attention import SDPA
 from fxrl.analysis.layers import is_product
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
+    EXCHANGES,
     FP8_LINEAR,
     QUANTIZE_ROWS,
     SHARDED_MM,
@@ -51,8 +52,8 @@ _FORMULAS = {
     "mm": "self: mat2; mat2: self",
     "bmm": "self: mat2; mat2: self",
     "addmm": "mat1: mat2; mat2: mat1",
-    # But for weights, which live anyway.
-    f"{FP8_LINEAR} {DEQUANTIZED_MM} {SHARDED_MM} {QUANTIZE_ROWS}": "",
+    # But for weights and token ids, which live anyway.
+    " ".join((FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM, QUANTIZE_ROWS, *EXCHANGES)): "",
     "baddbmm": "batch1: batch2; batch2: batch1",
     "maximum minimum": "self: self, other; other: self, other",
     "xlogy": "self: self, other; other: self, other",

@@ -41,6 +41,8 @@ QUANTIZED_PRODUCTS = (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
 PIECEWISE_PRODUCTS = (DEQUANTIZED_MM, SHARDED_MM)
 PIECEWISE_ROWS = ("fxrl.dequantized_rows.default", SHARDED_ROWS)
 QUANTIZE_ROWS = "fxrl.quantize_rows.default"
+#: From tokens to heads and back, among ranks that share a sequence.
+EXCHANGES = ("fxrl.seq_to_head.default", "fxrl.head_to_seq.default")
 #: The loss head, and that over a head which is read in pieces.
 LOSS_HEADS = "fxrl.linear_logprob.default", "fxrl.piecewise_logprob.default"
 #: In the ``meta`` of a graph that a break ends or comes before: why is the break's own remark.

@@ -34,6 +34,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -276,6 +277,9 @@ gather_tokens.register_autograd(_gather_vjp, setup_context=_place_context)
 
 
 # ---------------------------------------------------------------------------- shared <-> by heads
+# NOTE [What an exchange takes]: E bytes are exchanged, as many as the shared values have. What is
+# sent and what comes lie side by side, 2 E; then what came and the results, which are no larger.
+# So an op takes 2 E at a time, its results included (``planner.memory_profile`` counts on it).
 _EXCHANGE = "(Tensor[] x, Tensor tokens, int ranks) -> Tensor[]"
 
 
@@ -284,13 +288,12 @@ def seq_to_head(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]
     """From a rank's tokens of all heads, [B, heads, t, D] each and of one dtype, to all tokens of
     its heads, [B, heads / ranks, T, D] each and contiguous, in one all-to-all. ``ranks`` divides
     the numbers of heads; T is the last size of ``tokens``, of which nothing else counts."""
-    batch, _, local, _ = x[0].shape
-    sent = [torch.unflatten(part, 1, (ranks, -1)).transpose(0, 1).reshape(ranks, -1) for part in x]
-    got = _exchanged(sent, ranks)
+    sizes = [(b, heads // ranks, local, d) for b, heads, local, d in (part.shape for part in x)]
+    pieces = [torch.unflatten(part, 1, (ranks, -1)).unbind(1) for part in x]
+    got = _exchanged(pieces, sizes, ranks)
     results = _by_heads(x, tokens, ranks)
-    for whole, part in zip(results, got, strict=True):
-        pieces = part.view(ranks, batch, whole.shape[1], local, whole.shape[3])
-        for piece, place in zip(pieces, torch.split(whole, local, 2), strict=False):
+    for whole, part, size in zip(results, got, sizes, strict=True):
+        for place, piece in zip(torch.split(whole, size[2], 2), part, strict=False):
             place.copy_(piece[:, :, : place.shape[2]])
     return results
 
@@ -300,28 +303,43 @@ def head_to_seq(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]
     """From all tokens of a rank's heads, [B, heads / ranks, T, D] each and of one dtype, to its
     tokens of all heads, [B, heads, t, D] each, in memory [B, t, heads, D], with zeros beyond the
     last token; in one all-to-all. ``tokens`` as in ``seq_to_head``."""
+    local = int(share_of(tokens.shape[-1], ranks))
+    sizes = [(b, heads, local, d) for b, heads, _, d in (whole.shape for whole in x)]
+    got = _exchanged([torch.split(whole, local, 2) for whole in x], sizes, ranks)
     results = _by_tokens(x, tokens, ranks)
-    local = results[0].shape[2]
-    sent = []
-    for whole in x:
-        batch, heads, _, features = whole.shape
-        room = whole.new_zeros(ranks, batch, heads, local, features)
-        for place, piece in zip(room, torch.split(whole, local, 2), strict=False):
-            place[:, :, : piece.shape[2]] = piece
-        sent.append(room.view(ranks, -1))
-    for result, part in zip(results, _exchanged(sent, ranks), strict=True):
-        batch, _, _, features = result.shape
-        pieces = part.view(ranks, batch, -1, local, features)
-        torch.unflatten(result, 1, (ranks, -1)).copy_(pieces.transpose(0, 1))
+    for result, part in zip(results, got, strict=True):
+        torch.unflatten(result, 1, (ranks, -1)).copy_(part.transpose(0, 1))
     return results
 
 
-def _exchanged(sent: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
-    """Row r of each goes to rank r; rows of the same shape come back, one from each rank."""
-    flat = torch.cat(list(sent), 1)
-    got = torch.empty_like(flat)
-    dist.all_to_all_single(got, flat, group=_group(ranks))
-    return torch.split(got, [part.shape[1] for part in sent], 1)
+_Sizes = Sequence[tuple[int, int, int, int]]
+
+
+def _exchanged(x: Sequence[Sequence[Tensor]], sizes: _Sizes, ranks: int) -> list[Tensor]:
+    """Piece r of each of ``x`` goes to rank r; [ranks, *size] of each comes back, a piece of its
+    rank's from each."""
+    sent = _laid_out(x, sizes, ranks)
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent, group=_group(ranks))
+    return _parts(got, sizes)
+
+
+def _laid_out(x: Sequence[Sequence[Tensor]], sizes: _Sizes, ranks: int) -> Tensor:
+    """Row r holds piece r of each, with zeros where that has fewer tokens than ``sizes`` says."""
+    flat = x[0][0].new_empty(ranks, sum(map(prod, sizes)))
+    for pieces, part in zip(x, _parts(flat, sizes), strict=True):
+        for piece, place in zip_longest(pieces, part):
+            held = 0 if piece is None else piece.shape[2]
+            place[:, :, held:] = 0
+            if held:
+                place[:, :, :held] = piece
+    return flat
+
+
+def _parts(flat: Tensor, sizes: _Sizes) -> list[Tensor]:
+    """[ranks, *size] for each size, of the rows of ``flat``."""
+    parts = torch.split(flat, [*map(prod, sizes)], 1)
+    return [torch.unflatten(part, 1, size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _by_heads(x: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Seconds that a compiled body takes, by the kernels that it will run as.
 
 A kernel takes as long as the slower of its arithmetic and its traffic with GPU memory (S. Williams
-et al., "Roofline", 2009), at the rates that the target reaches.
+et al., "Roofline", 2009), at the rates that the target reaches; what ranks exchange within a layer
+as long as the link between them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 from torch import fx
 
 from fxrl.ir.graph import bound, shape_of, val_of
-from fxrl.planner.memory_profile import nbytes
+from fxrl.planner.memory_profile import exchanged_bytes, nbytes
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
     is_attention,
     is_backward,
+    is_exchange,
     is_grouped,
     is_matrix_product,
     is_scaled,
@@ -69,6 +71,10 @@ def _arithmetic(
         slower = 1 if val_of(call).element_size() <= 2 else _FP32_SLOWER
         product = slower * product_flops(call, measure) / target.product_flops
         return max(product, brought_bytes(call, measure) / target.peer_link)
+    if is_exchange(call):
+        ranks: Any = call.args[2]
+        sent: float = exchanged_bytes(call, measure) * (1 - 1 / ranks)
+        return sent / target.peer_link
     if not is_attention(call):
         return 0.0
     flops = attention_flops(call, measure, seen)

@@ -25,8 +25,8 @@ from fxrl.ir.graph import (
     readers_of,
     tensor_val,
 )
-from fxrl.planner.memory_profile import nbytes
-from fxrl.planner.schedule import Measure, aten, volume
+from fxrl.planner.memory_profile import nbytes, workspace
+from fxrl.planner.schedule import Measure, aten, is_exchange, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class _Lives:
         reads it runs."""
         saved_by: dict[fx.Node, int] = {}
         for node in self._nodes:
-            cost = cost_of(node) or CallCost(tuple(read_later(node)))
+            cost = cost_of(node) or self._own_cost(node)
             here, ends = self._place[node], self._backward(node)
             for value in map(base_of, cost.reads_later):
                 saved_by[value] = max(saved_by.get(value, 0), ends)
@@ -126,6 +126,11 @@ class _Lives:
             if needs_grad(node):
                 self._bytes[ends] += cost.backward_bytes
         return saved_by
+
+    def _own_cost(self, node: fx.Node) -> CallCost:
+        """Of a call that is no region. An exchange's backward is an exchange of as much."""
+        inside = workspace(node, self._measure)
+        return CallCost(tuple(read_later(node)), 0, inside, inside if is_exchange(node) else 0)
 
     def _values(self, saved_by: Mapping[fx.Node, int]) -> None:
         place, end = self._place, len(self._nodes) - 1

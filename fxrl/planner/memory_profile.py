@@ -23,6 +23,7 @@ from fxrl.planner.schedule import (
     is_attention,
     is_backward,
     is_dequantized,
+    is_exchange,
     is_scaled,
     owner,
     shared_weight,
@@ -87,7 +88,7 @@ class MemoryProfile:
             alive[place] -= sum(bytes_of[node] for node in taken)
         waiting = self._waiting(alive, bytes_of)
         calls = (kernel.calls for kernel in self._kernels)
-        within = [0 if c is None else _workspace(c, measure) + inside(c) for c in calls]
+        within = [0 if c is None else workspace(c, measure) + inside(c) for c in calls]
         return [sum(parts) for parts in zip(alive, waiting, within, strict=True)]
 
     def _waiting(self, alive: Sequence[int], bytes_of: Mapping[fx.Node, int]) -> list[int]:
@@ -142,13 +143,16 @@ def nbytes(node: fx.Node, measure: Measure) -> int:
     return sum(tensor_bytes(value, measure) for value in tensors(node))
 
 
-def _workspace(call: fx.Node, measure: Measure) -> int:
+def workspace(call: fx.Node, measure: Measure) -> int:
     """Memory that a call allocates inside.
 
     An attention's backward: the query's gradient and its row sums in fp32, and if heads share keys
     the gradients of keys and values for each head; under a computed mask only the row sums. A
-    product with an FP8 weight: the transposed weight, or a widened tile.
+    product with an FP8 weight: the transposed weight, or a widened tile. An exchange among ranks
+    takes twice what it sends, its results included.
     """
+    if is_exchange(call):
+        return 2 * exchanged_bytes(call, measure) - nbytes(call, measure)
     if is_dequantized(call):
         return _WIDENING * dequantized.TILE
     if (read := shared_weight(call)) is not None and read.format:
@@ -165,6 +169,13 @@ def _workspace(call: fx.Node, measure: Measure) -> int:
         return 4 * count // measure(query.shape[-1])
     shared = 2 * query.element_size() * count if query.shape[1] != key.shape[1] else 0
     return 4 * count + 4 * count // measure(query.shape[-1]) + shared
+
+
+def exchanged_bytes(call: fx.Node, measure: Measure) -> int:
+    """Of the shared values, which are what an exchange takes or returns: as long as a rank's share
+    is, times the ranks, and so no shorter than the other."""
+    given: Any = call.args[0]
+    return max(nbytes(call, measure), sum(nbytes(node, measure) for node in given))
 
 
 def _parts_of_concatenations(

@@ -24,6 +24,7 @@ from torch import fx
 
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
+    EXCHANGES,
     PRODUCTS,
     SHARDED_MM,
     SHARDED_ROWS,
@@ -100,6 +101,11 @@ def is_scaled(call: fx.Node) -> bool:
 def is_dequantized(call: fx.Node) -> bool:
     """Whether a call is a product with a weight that is widened a tile at a time."""
     return str(call.target) == DEQUANTIZED_MM
+
+
+def is_exchange(call: fx.Node) -> bool:
+    """Whether a call sends tokens for heads or back (``fxrl.ops.context_parallel``)."""
+    return str(call.target) in EXCHANGES
 
 
 def is_grouped(call: fx.Node) -> bool:
