@@ -1,11 +1,11 @@
-"""``step``, ``rollout``, ``generate`` and ``fp8_rollouts`` on a CPU, and what they refuse."""
+"""``step``, ``rl_step``, ``rollout``, ``generate``, ``fp8_rollouts`` on a CPU; what they refuse."""
 
 import json
 
 import pytest
 import torch
 
-from bench import fp8_rollouts, generate, rollout, step, update_step
+from bench import fp8_rollouts, generate, rl_step, rollout, step, update_step
 
 
 def rows_of(file):
@@ -90,6 +90,26 @@ def test_rollout_picks_what_the_machine_can_do(monkeypatch, capsys):
     assert ran[-1][1:] == ["-m", "bench.rl_step"]
     assert rollout.main(["speed"]) == 2
     assert "no part 'speed'; there are generate" in capsys.readouterr().err
+
+
+def test_a_run_that_holds_its_weights_in_four_bits(tmp_path, monkeypatch):
+    """In this process, where all is imported."""
+
+    def measured(command, mark, **_):
+        monkeypatch.setattr("sys.argv", command[2:])
+        return rl_step._fxrl(rl_step._arguments())
+
+    monkeypatch.setattr(rl_step, "measured", measured)
+    out, given = tmp_path / "rl.json", ["--shape", "tiny", "--length", "4", "--steps", "2"]
+    given += ["--variants", "fxrl-held-nf4", "--work", str(tmp_path), "--override"]
+    given += ["optimize=false", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["rl_step", *given])
+    assert rl_step.main() == 0
+    [row] = rows_of(out)
+    assert row["error"] is None
+    assert 0 < row["generate_s"] < row["step_s"]
+    config = next(tmp_path.glob("fxrl-*/config.json")).read_text()
+    assert "nf4" in config
 
 
 def test_fp8_rollouts_tell_what_is_gained(tmp_path, monkeypatch):
