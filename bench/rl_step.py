@@ -9,7 +9,12 @@ its own on the same GPU, so none inherits memory or compiled kernels:
     fxrl        ``fxrl train`` with engine = "vllm"
     fxrl-fp8-rollouts  vLLM's weights in FP8, which are the trainer's; its products run in bf16
     fxrl-fp8    the same, and the trainer multiplies in FP8 too
+    fxrl-held-fp8  fxrl's own engine; all that is frozen is held in FP8 alone, the embeddings too
+    fxrl-held-nf4  likewise in NF4
     trl         TRL's GRPOTrainer with vLLM colocated and put to sleep
+
+``--card 5`` leaves the allocator of fxrl's variants 5 GiB of the GPU, as a small card would. That
+bounds all of a run without vLLM, whose KV cache is its own; the CUDA context comes on top.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ COLUMNS = (
     "other_s",
     "decode_step_ms",
     "peak_gib",
+    "reserved_gib",
     "drift_mean",
     "init_s",
     "first_step_s",
@@ -48,24 +54,29 @@ COLUMNS = (
 )
 MARK = "BENCH "
 _FP8_ROLLOUTS = ("vllm.quantization=fp8",)
+_HELD = 'model.quantization={{format="{}", embeddings=true, head=true}}'
 FXRL = {
     "fxrl": (),
     "fxrl-fp8-rollouts": _FP8_ROLLOUTS,
     "fxrl-fp8": (*_FP8_ROLLOUTS, "fxrl.precision=fp8"),
+    "fxrl-held-fp8": ("engine=torch", _HELD.format("fp8"), "fxrl.precision=fp8"),
+    "fxrl-held-nf4": ("engine=torch", _HELD.format("nf4")),
 }
 """What of ``fxrl train``'s configuration each variant changes."""
 
 
-def main() -> None:
+def main() -> int:
+    """Measures; 1 if a variant failed."""
     args = _arguments()
     if args.worker:
         _work(args)
-        return
+        return 0
     notes = [
         f"{rl_job.PROMPTS} prompts x {rl_job.GENERATIONS} completions x {args.length} tokens, "
         f"{args.shape} shape, random weights, LoRA r={rl_job.RANK} on all linear layers, DAPO",
         f"medians over the steps after the first {args.skip}; rest_s = step_s - generate_s",
-        "peak: memory of the whole GPU (driver), sampled every 20 ms",
+        "peak: memory of the whole GPU (driver), sampled every 20 ms; reserved: of the allocator, "
+        f"at its height; card: {args.card or 'all'} GiB",
     ]
     results = common.results(args, "GRPO step with rollouts", COLUMNS, notes)
     folder = Path(args.work)
@@ -77,6 +88,7 @@ def main() -> None:
             results.note(f"{variant} ran with {named}")
         results.add(variant=variant, **found)
     results.finish()
+    return int(results.failed())
 
 
 def _measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
@@ -84,6 +96,7 @@ def _measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.rl_step", "--worker", variant]
     command += ["--work", args.work, "--length", str(args.length), "--steps", str(args.steps)]
     command += ["--skip", str(args.skip), "--shape", args.shape, *args.override]
+    command += ["--card", str(args.card)] if args.card else []
     environment = dict(os.environ)
     if variant == "trl" and args.peers:
         environment["PYTHONPATH"] = f"{args.peers}:{environment.get('PYTHONPATH', '')}"
@@ -147,8 +160,13 @@ def _plain(args: argparse.Namespace) -> dict[str, Any]:
 
 def _fxrl(args: argparse.Namespace) -> dict[str, Any]:
     """``fxrl train``; the times are those that it writes into metrics.jsonl."""
+    import torch
+
     from fxrl.rl.train import main as train
 
+    if args.card:
+        whole = torch.cuda.get_device_properties(0).total_memory / common.GiB
+        torch.cuda.set_per_process_memory_fraction(args.card / whole)
     folder = Path(args.work)
     run_dir = folder / f"fxrl-{os.getpid()}"
     config = rl_job.write_config(
@@ -175,6 +193,7 @@ def _fxrl(args: argparse.Namespace) -> dict[str, Any]:
         "step_s_min": min(r["step_time"] for r in measured),
         "rest_s": step - generate,
         "decode_step_ms": generate / args.length * 1e3,
+        "reserved_gib": common.gib(torch.cuda.max_memory_reserved() or None),
         "drift_mean": middle("sampling/sampling_logp_difference/mean"),
         "init_s": total - sum(r["step_time"] for r in records),
         "first_step_s": records[0]["step_time"],
@@ -265,8 +284,10 @@ def _trl(args: argparse.Namespace) -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("--variants", default="plain,fxrl,trl", type=common.words, metavar="A,B")
-    parser.add_argument("--shape", default=rl_job.SHAPE, choices=("qwen3-1.7b", "qwen3-8b"))
+    shapes = ("qwen3-1.7b", "qwen3-8b", "qwen2.5-1.5b", "tiny")
+    parser.add_argument("--shape", default=rl_job.SHAPE, choices=shapes)
     parser.add_argument("--length", type=int, default=2048, help="tokens of each completion")
+    parser.add_argument("--card", type=float, help="GiB that fxrl's allocator may have")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--skip", type=int, default=1, help="steps that are warm-up")
     parser.add_argument("--work", default="/tmp/fxrl-rl-step", help="folder for model and runs")
@@ -279,4 +300,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -39,27 +39,26 @@ def model_path(folder: Path, shape: str = SHAPE, layers: int | None = None) -> P
 
 
 def make_model(folder: Path, shape: str = SHAPE, layers: int | None = None) -> Path:
-    """A Qwen3 of that shape with random bf16 weights and a byte-level tokenizer, once.
+    """A model of that shape with random bf16 weights and a byte-level tokenizer, once.
 
     Args:
-        shape: a key of ``qwen.SHAPES`` that is a Qwen3.
+        shape: a key of ``qwen.SHAPES``.
         layers: overrides the shape's number of layers.
     """
     path = model_path(folder, shape, layers)
     if (path / "config.json").is_file():
         return path
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     path.mkdir(parents=True, exist_ok=True)
     make_tokenizer().save_pretrained(path)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_default_dtype(torch.bfloat16)
+    numbers = {"model_type": "qwen3", "tie_word_embeddings": False} | qwen.SHAPES[shape] | TOKENS
+    numbers |= {"num_hidden_layers": layers} if layers else {}
+    config = AutoConfig.for_model(**numbers, max_position_embeddings=16384)
     with torch.device(device):
-        numbers = qwen.SHAPES[shape] | TOKENS | {"max_position_embeddings": 16384}
-        numbers |= {"num_hidden_layers": layers} if layers else {}
-        model = Qwen3ForCausalLM(Qwen3Config(**numbers))
-    torch.set_default_dtype(torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to("cpu").save_pretrained(path)
     del model
     if torch.cuda.is_available():

@@ -1,11 +1,11 @@
-"""``bench.step``, ``bench.rollout`` and ``bench.generate`` on a CPU, and what they refuse."""
+"""``step``, ``rl_step``, ``rollout``, ``generate``, ``fp8_rollouts`` on a CPU; what they refuse."""
 
 import json
 
 import pytest
 import torch
 
-from bench import generate, rollout, step, update_step
+from bench import fp8_rollouts, generate, rl_step, rollout, step, update_step
 
 
 def rows_of(file):
@@ -90,3 +90,43 @@ def test_rollout_picks_what_the_machine_can_do(monkeypatch, capsys):
     assert ran[-1][1:] == ["-m", "bench.rl_step"]
     assert rollout.main(["speed"]) == 2
     assert "no part 'speed'; there are generate" in capsys.readouterr().err
+
+
+def test_a_run_that_holds_its_weights_in_four_bits(tmp_path, monkeypatch):
+    """In this process, where all is imported."""
+
+    def measured(command, mark, **_):
+        monkeypatch.setattr("sys.argv", command[2:])
+        return rl_step._fxrl(rl_step._arguments())
+
+    monkeypatch.setattr(rl_step, "measured", measured)
+    out, given = tmp_path / "rl.json", ["--shape", "tiny", "--length", "4", "--steps", "2"]
+    given += ["--variants", "fxrl-held-nf4", "--work", str(tmp_path), "--override"]
+    given += ["optimize=false", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["rl_step", *given])
+    assert rl_step.main() == 0
+    [row] = rows_of(out)
+    assert row["error"] is None
+    assert 0 < row["generate_s"] < row["step_s"]
+    config = next(tmp_path.glob("fxrl-*/config.json")).read_text()
+    assert "nf4" in config
+
+
+def test_fp8_rollouts_tell_what_is_gained(tmp_path, monkeypatch):
+    """Beside bf16 of as many sequences; what fails, fails alone."""
+    speeds = {"bf16": (100.0, 300.0), "fp8": (150.0, 360.0)}
+
+    def measured(command, mark, *, limit_s, each):
+        variant = command[command.index("--worker") + 1]
+        for count, speed in zip((32, 256), speeds.get(variant, ()), strict=False):
+            each({"sequences": count, "tokens_per_s": speed, "step_ms": count / speed * 1e3})
+        return {} if variant in speeds else {"error": "exit code 1: no room"}
+
+    monkeypatch.setattr(fp8_rollouts, "measured", measured)
+    out = tmp_path / "rollouts.json"
+    given = ["--variants", "bf16,fp8,fp8-kv", "--layers", "1", "--work", str(tmp_path / "work")]
+    monkeypatch.setattr("sys.argv", ["fp8_rollouts", *given, "--out", str(out)])
+    assert fp8_rollouts.main() == 1
+    assert [row["over_bf16"] for row in rows_of(out)] == [1, 1, 1.5, 1.2, None]
+    assert rows_of(out)[-1]["error"] == "exit code 1: no room"
+    assert json.loads((tmp_path / "work" / "config.json").read_text())["num_hidden_layers"] == 1

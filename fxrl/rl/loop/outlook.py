@@ -95,9 +95,10 @@ def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes that the device has in all."""
+    """Bytes that the device has in all for this process."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        return int(share * torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
