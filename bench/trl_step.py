@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import random
@@ -120,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results.extra |= {"curves": {}, "reports": {}}
     for kind in args.kinds:
         for variant in _variants(kind, args.variants):
+            if variant.startswith("trl") and kind not in BY_TRL:
+                results.add(kind=kind, variant=variant, error=_no_trainer(kind))
+                continue
             command = [sys.executable, "-m", "bench.trl_step", *words]
             found = measured(
                 [*command, "--worker", f"{kind}/{variant}"],
@@ -137,6 +139,10 @@ def _variants(kind: str, given: Sequence[str]) -> list[str]:
     if kind in BY_TRL or "eager" in given:
         return [*given]
     return ["eager", *given]
+
+
+def _no_trainer(kind: str) -> str:
+    return f"trl {common.versions().get('trl', '(not installed)')} has no trainer for {kind}"
 
 
 def _one_gpu() -> dict[str, str]:
@@ -256,15 +262,12 @@ def _by_trainer(
 
 
 def make_trainer(args: argparse.Namespace, kind: str, variant: str, folder: str) -> Any:
-    """A trainer over a new model, configured as one would for TRL. Raises ``LookupError`` if TRL
-    has none of this kind."""
+    """A trainer over a new model, configured as one would for TRL."""
     import trl
     from peft import LoraConfig
 
     from fxrl.models.tiny import tiny_tokenizer
 
-    if kind not in BY_TRL:
-        raise LookupError(f"trl {importlib.metadata.version('trl')} has no trainer for {kind}")
     name, _, memory = variant.partition(":")
     home: Any = trl
     cls = f"{BY_TRL[kind]}Trainer"
