@@ -97,23 +97,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
         print(MARK + json.dumps(_work(args)), flush=True)
         return 0
+    own = [kind for kind in args.kinds if kind not in OVER_TRL]
     notes = [
         f"{args.shape} shape, random weights, bf16, LoRA r={args.rank} on all linear layers, "
-        f"attention: sdpa; rows of {args.length} tokens, prompt and completion together; learning "
-        "rates and all that is not said here: TRL's defaults",
+        f"attention: sdpa; rows of {args.length} tokens, prompt and completion together; what is "
+        "not said here: TRL's defaults",
         f"times: median, least and most of the steps after the first {args.skip} of {args.steps}; "
         "first_step_s compiles; peaks: of PyTorch's allocator, model and optimizer included, in "
         "the timed steps and in those before",
-        "curve_difference: the largest distance to trl's curve at any step, curve_to_fp32: to "
-        "trl-fp32's, which has the same weights in float32",
+        "curve_difference: the largest distance to trl's curve at any step (where TRL has no "
+        "trainer, to eager's), curve_to_fp32: to trl-fp32's, which has the same weights in float32",
         "trl's own losses are computed in chunks of tokens (its fused head); missed: rewrites that "
         "fxrl found no way for",
     ]
-    if own := [kind for kind in args.kinds if kind not in OVER_TRL]:
+    if own:
         notes.append(
-            f"{', '.join(own)}: both sides with AdamW at a constant learning rate of "
-            f"{LEARNING_RATE:g}, gradients clipped to 1, one update a step; kto and ppo compare "
-            "with the model without its adapter, distill with another random one of its shape"
+            f"{', '.join(own)}: all variants with AdamW at a constant learning rate of "
+            f"{LEARNING_RATE:g}; kto and ppo compare with the model without its adapter, distill "
+            "with another random one of its shape"
         )
     results = common.results(args, "TRL's trainers and fxrl's", COLUMNS, notes)
     results.extra |= {"curves": {}, "reports": {}}
