@@ -103,6 +103,7 @@ def make_model(
     checkpointing: bool = True,
     input_hook: bool = True,
     seed: int = 0,
+    scalar_head: bool = False,
 ) -> nn.Module:
     """A PEFT LoRA model (all linear layers but the head) in training mode, or one to train in full.
 
@@ -113,16 +114,20 @@ def make_model(
         checkpointing: switches Hugging Face's gradient checkpointing on, as users do.
         input_hook: keeps the hook that checkpointing puts on the embeddings' output to make it
             require a gradient; LoRA with non-reentrant checkpointing does not need it.
+        scalar_head: makes a sequence classifier with one label, a reward model, without LoRA.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     numbers = {"model_type": "qwen3", "tie_word_embeddings": False} | SHAPES[shape]
     numbers |= {"num_hidden_layers": layers} if layers else {}
     config = AutoConfig.for_model(**numbers, max_position_embeddings=2**20)
     config._attn_implementation = "sdpa"
     config.use_cache = False  # as every trainer sets it; else transformers logs while it is traced
+    made = AutoModelForCausalLM
+    if scalar_head:
+        made, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        base = made.from_config(config, dtype=dtype)
     base = base.to_empty(device=device)
     base.tie_weights()  # a weight that is tied became two
     torch.manual_seed(seed)

@@ -60,10 +60,41 @@ def test_fxrls_rows_stand_beside_trls(tmp_path):
     assert "nothing" in broken["error"]
 
 
+@pytest.mark.usefixtures("in_this_process", "fresh_dynamo")
+@pytest.mark.parametrize(
+    ("kind", "variant"), [("kto", "eager"), ("distill", "eager"), ("reward_model", "fxrl")]
+)
+def test_fxrl_train_goes_as_trl(kind, variant, tmp_path):
+    out = tmp_path / "rows.json"
+    variants = ["--kinds", kind, "--variants", f"trl,{variant}"]
+    assert trl_step.main([*SIZES, *variants, "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    theirs, ours = (dict(zip(record["columns"], row, strict=True)) for row in record["rows"])
+    assert [row["tokens"] for row in (theirs, ours)] == [128, 128]
+    assert ours["curve_first"] == pytest.approx(theirs["curve_first"], rel=1e-3)
+    assert ours["curve_last"] == pytest.approx(theirs["curve_last"], rel=1e-2)
+    norms = record["curves"][kind]
+    assert norms[variant]["grad_norm"] == pytest.approx(norms["trl"]["grad_norm"], rel=5e-2)
+    if variant == "fxrl":
+        assert any("applied" in remark for remark in record["reports"][f"{kind}/fxrl"])
+
+
+@pytest.mark.usefixtures("in_this_process", "fresh_dynamo")
+def test_eager_pytorch_stands_in_for_a_trainer_that_trl_lacks(tmp_path):
+    out = tmp_path / "rows.json"
+    assert trl_step.main([*SIZES, "--kinds", "ppo", "--variants", "trl", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    eager, none = (dict(zip(record["columns"], row, strict=True)) for row in record["rows"])
+    assert none["error"].endswith("has no trainer for ppo")
+    assert (eager["variant"], eager["tokens"]) == ("eager", 128)
+    assert min(record["curves"]["ppo"]["eager"]["grad_norm"]) > 0
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        ["--kinds", "ppo"],
+        ["--kinds", "rloo"],
+        ["--kinds", "sft", "--variants", "eager"],
         ["--variants", "trl,fast"],
         ["--tokens", "96", "--length", "32"],
         ["--steps", "2", "--skip", "2"],
