@@ -225,7 +225,7 @@ def _scaled(file: Path) -> Iterator[tuple[str, str, str, str]]:
     if not ran or ran[0]["ranks"] == ran[-1]["ranks"]:
         return
     few, many = (f"{r['ranks']} x: {r['tokens_per_s']:.0f} tokens/s" for r in (ran[0], ran[-1]))
-    job = f"{record['title']}: {record['notes'][0]}"
+    job = f"{record['title']}, {record['machine']}"
     yield job, f"{many}, efficiency {ran[-1]['efficiency']:.2f}", few, _link(file.stem)
 
 

@@ -255,7 +255,7 @@ class EngineSpec:
     trainable: Callable[[nn.Module], nn.Module]  # adds the adapter and sets train mode
     longest_prompt: int  # tokens of the longest prompt of the run
     max_tokens: int  # of the longest completion
-    num_sequences: int  # completions of a step
+    num_sequences: int  # completions of a step that this process draws
     device: torch.device  # of the trainer's model
     dtype: torch.dtype  # of its weights
     autocast: torch.dtype | None  # its compute dtype, if another one

@@ -40,11 +40,11 @@ def test_many_ranks_beside_few(folder):
     columns = ["ranks", "rank", "tokens_per_s", "efficiency", "error"]
     rows = [[1, 0, 100.0, 1.0, None], [2, 0, 190.0, 0.95, None], [2, 1, 190.0, 0.95, None]]
     failed = [[8, None, None, None, "exit code 1"]]
-    record = {"title": "weak scaling", "notes": ["a job", "b"], "columns": columns}
+    record = {"title": "weak scaling", "machine": "2 x H100", "columns": columns}
     for name, found in (("weak", rows + failed), ("alone", rows[:1]), ("failed", failed)):
         (folder / f"scaling_{name}_x.json").write_text(json.dumps(record | {"rows": found}))
     _, (job, ours, others, link) = tables.lines(folder)
-    assert (job, ours) == ("weak scaling: a job", "2 x: 190 tokens/s, efficiency 0.95")
+    assert (job, ours) == ("weak scaling, 2 x H100", "2 x: 190 tokens/s, efficiency 0.95")
     assert others == "1 x: 100 tokens/s"
     assert link == "[`scaling_weak_x`](bench/results/scaling_weak_x.json)"
 

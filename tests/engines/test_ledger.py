@@ -139,6 +139,12 @@ def test_holders_are_named_largest_first(ledger, device):
     )
 
 
+def test_what_is_given_back_is_what_pytorch_still_counts(ledger, device):
+    assert ledger.given_back() == 0
+    device.kv_mapped = False
+    assert ledger.given_back() == 60 * 2**30
+
+
 def test_the_table_shows_every_column(ledger):
     table = str(ledger)
     for name in COLUMNS:

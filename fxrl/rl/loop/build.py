@@ -108,6 +108,11 @@ def build_parts(
         raise
 
 
+def prompts_each(config: TrainConfig, ranks: Ranks) -> int:
+    """Prompts of a step that one rank draws completions for, where all cost about the same."""
+    return -(-config.prompts_per_step // ranks.size)
+
+
 def _engine_spec(
     config: TrainConfig,
     data: Questions | Examples,
@@ -146,7 +151,7 @@ def _engine_spec(
         trainable=functools.partial(_trainable, config=config, adapter=adapter, made=made),
         longest_prompt=data.longest,
         max_tokens=config.sampling.max_tokens,
-        num_sequences=config.prompts_per_step * config.sampling.num_generations,
+        num_sequences=prompts_each(config, ranks) * config.sampling.num_generations,
         device=device,
         dtype=getattr(torch, wanted.dtype),
         autocast=wanted.autocast_dtype,

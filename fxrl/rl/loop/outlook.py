@@ -23,7 +23,7 @@ from fxrl.ir.remark import format_bytes
 from fxrl.models.lora import is_adapted
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.loop.batching import make_batches
-from fxrl.rl.loop.build import RunParts
+from fxrl.rl.loop.build import RunParts, prompts_each
 from fxrl.rl.types import Batch, TokenRow
 
 
@@ -54,7 +54,7 @@ def share_limits(parts: RunParts) -> None:
 
 def _asked(config: TrainConfig, parts: RunParts) -> int:
     """Sequences of a step that one rank has."""
-    return -(-config.prompts_per_step // parts.ranks.size) * parts.source.rows_each
+    return prompts_each(config, parts.ranks) * parts.source.rows_each
 
 
 def _stays(parts: RunParts) -> Iterator[str]:

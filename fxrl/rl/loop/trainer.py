@@ -63,7 +63,8 @@ class TrainingIteration:
     def __init__(self, config: TrainConfig, parts: RunParts, number: int) -> None:
         self.config, self.parts, self.number = config, parts, number
         self.device = next(parts.model.parameters()).device
-        self.clock = Clock(self.device)
+        ledger = getattr(parts.engine, "ledger", None)
+        self.clock = Clock(self.device, *([] if ledger is None else [ledger.given_back]))
         self.trained, self._begun = False, parts.updater.num_begun
         self.record: dict[str, Any] = {"step": number}
         self.experience: Experience | None = None

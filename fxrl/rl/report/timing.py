@@ -16,15 +16,16 @@ Kernels run after the call that queued them. The device is waited for once at th
 so that what a phase queued counts as its own. That costs nothing: each phase needs the one before.
 
 NOTE [Which bytes]
-On a GPU a phase has the most that PyTorch had allocated since the phase before it. A CPU keeps no
-such mark, so there it is what the process has in memory at the phase's end.
+On a GPU a phase has the most that PyTorch had allocated since the phase before it, less what the
+engine had given back all through it: PyTorch counts a KV cache in standby as if it were there. A
+CPU keeps no such mark, so there it is what the process has in memory at the phase's end.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,10 +37,14 @@ PHASES = ("generate", "reward", "release", "score", "train", "wake", "sync", "ot
 
 
 class Clock:
-    """Seconds and bytes by phase of one step; ``device`` is waited for at the end of each."""
+    """Seconds and bytes by phase of one step; ``device`` is waited for at the end of each.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    ``given_back`` says how many of the bytes that PyTorch counts as allocated are not there now
+    (``MemoryLedger.given_back``).
+    """
+
+    def __init__(self, device: torch.device, given_back: Callable[[], int] = lambda: 0) -> None:
+        self.device, self._given_back = device, given_back
         self.seconds = dict.fromkeys(PHASES, 0.0)  # of each phase
         self.bytes: dict[str, int] = {}  # of those that there were: NOTE [Which bytes]
         self._start = time.perf_counter()
@@ -47,9 +52,9 @@ class Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the block as phase ``name``; a block that raises is not counted."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self._given_back()
         yield
-        used = self._used()
+        used = self._used() - min(before, self._given_back())
         self.seconds[name] += time.perf_counter() - start
         self.bytes[name] = max(used, self.bytes.get(name, 0))
 

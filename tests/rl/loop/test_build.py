@@ -9,7 +9,7 @@ import torch
 from fxrl.engines import EngineError, TorchEngine
 from fxrl.models import load_model, lora
 from fxrl.rl.config.tables import LoraConfig, ModelConfig
-from fxrl.rl.loop.build import reference
+from fxrl.rl.loop.build import prompts_each, reference
 from fxrl.rl.train import main
 
 CALLS = []
@@ -194,3 +194,9 @@ def test_auto_is_autocast_for_such_a_model_itself(adapter, dtype):
     for parameter in model.parameters():
         parameter.data = parameter.to(adapter if parameter.requires_grad else torch.bfloat16)
     assert ModelConfig(id=model, dtype="bfloat16").autocast_dtype is dtype
+
+
+@pytest.mark.parametrize(("size", "prompts"), [(1, 5), (2, 3), (4, 2), (8, 1)])
+def test_an_engine_is_as_large_as_its_ranks_share_of_a_step(size, prompts):
+    config = SimpleNamespace(prompts_per_step=5)
+    assert prompts_each(config, SimpleNamespace(size=size)) == prompts

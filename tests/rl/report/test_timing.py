@@ -51,3 +51,20 @@ def test_a_gpu_is_waited_for_once_a_phase(monkeypatch):
         assert len(waits) == 1
     clock.metrics()
     assert waits == [torch.device("cuda:0")] * 2
+
+
+def test_memory_that_an_engine_gave_back_is_not_counted(monkeypatch):
+    """PyTorch counts a cache in standby as allocated; a phase that began before it went still had
+    it, and so has one that ends after it came back."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    asleep = 0
+    clock = Clock(torch.device("cuda:0"), lambda: asleep)
+    with clock.phase("release"):
+        asleep = 30
+    with clock.phase("train"):
+        pass
+    with clock.phase("wake"):
+        asleep = 0
+    assert clock.bytes == {"release": 100, "train": 70, "wake": 100}
