@@ -32,6 +32,7 @@ from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.by_plan import ByPlan
+from fxrl.compile.heads_ahead import begin_heads
 from fxrl.compile.mask_shares import shares_seen
 from fxrl.compile.outer import calls_higher_order, restore_checkpoints, run_outer
 from fxrl.compile.planning import Batch, Planner, batches_of
@@ -264,9 +265,9 @@ class Backend:
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
         calls = region_calls(gm)
-        owned = self._built(
-            capture, {call.meta["region"].id: call.meta["region"] for call in calls}
-        )
+        regions = {call.meta["region"].id: call.meta["region"] for call in calls}
+        heads_called = begin_heads(gm, examples)
+        owned = self._built(capture, regions)
         for call in calls:
             call.update_arg(1, owned[call.meta["region"].id].key)
         capture.kernels |= owned  # those of another plan run, too
@@ -275,6 +276,7 @@ class Backend:
                 told = f"attention: {one.attention}"
                 capture.note(RemarkKind.ANALYSIS, "kernels", told, site=one.region.layer or "graph")
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
+        heads_called()
         log.info("running the step for the first time")
         asked, values = derived_inputs(gm), self._derived.of
         run = run_outer(gm, [*examples, *values(asked, examples)])
