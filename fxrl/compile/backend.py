@@ -204,6 +204,8 @@ class Backend:
 
         def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
             log.info("planning the step's memory")
+            if capture.planner is None and not self.only_explain:
+                capture.heads_called = begin_heads(gm, inputs)
             try:
                 held = frozenset() if self.only_explain else batches_of(gm)(inputs, hint).held
                 capture.planner = Planner(
@@ -266,7 +268,6 @@ class Backend:
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
         calls = region_calls(gm)
         regions = {call.meta["region"].id: call.meta["region"] for call in calls}
-        heads_called = begin_heads(gm, examples)
         owned = self._built(capture, regions)
         for call in calls:
             call.update_arg(1, owned[call.meta["region"].id].key)
@@ -276,7 +277,7 @@ class Backend:
                 told = f"attention: {one.attention}"
                 capture.note(RemarkKind.ANALYSIS, "kernels", told, site=one.region.layer or "graph")
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
-        heads_called()
+        capture.heads_called()
         log.info("running the step for the first time")
         asked, values = derived_inputs(gm), self._derived.of
         run = run_outer(gm, [*examples, *values(asked, examples)])

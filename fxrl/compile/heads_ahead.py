@@ -1,4 +1,4 @@
-"""A call of each fused loss head, made while the bodies of its step are compiled.
+"""A call of each fused loss head, made while its step is planned and compiled.
 
 NOTE [Why a call, and in a thread]: a head's kernels are compiled and loaded when it is first
 called, about three seconds of a first step on an H200 in which nothing else happens; most of it is
