@@ -111,8 +111,9 @@ def inductor_compile(
 
 def inductor_lower(
     gm: fx.GraphModule, mode: FakeTensorMode, options: Mapping[str, Any]
-) -> Callable[..., Sequence[Tensor]]:
-    """The same for a functional graph of Inductor's own ops, which is lowered as it is.
+) -> Callable[[], Callable[..., Sequence[Tensor]]]:
+    """The same for a functional graph of Inductor's own ops, which is lowered as it is. Returns at
+    once, with what waits for its kernels and gives the compiled graph.
 
     AOTAutograd would trace it again, to find what it was traced to be. That took a third of the CPU
     time in which the halves of a decoder layer with LoRA were compiled (5.6 s, 3.7 s).
@@ -126,15 +127,85 @@ def inductor_lower(
     output.meta["user_visible_output_idxs"] = [
         i for i, result in enumerate(results) if isinstance(result, fx.Node)
     ]
-    first: dict[str, Any] = {"post_grad_custom_pre_pass": _JointPasses()}
+    given = {"post_grad_custom_pre_pass": _JointPasses(), **options}
+    kernels = _KernelsToCome()
     with (
         _given(gm, mode) as values,
         V.set_fake_mode(mode),
-        config.patch(first | dict(options)),
+        config.patch(given),
         _as_traced(gm, mode),
+        kernels.left_to_finish(),
     ):
         compiled: Any = compile_fx.compile_fx_inner(gm, values, is_inference=True)
-    return lambda *args: compiled(list(args))
+
+    def finished() -> Callable[..., Sequence[Tensor]]:
+        with _given(gm, mode), V.set_fake_mode(mode), config.patch(given):
+            kernels.finish()
+        return lambda *args: compiled(list(args))
+
+    return finished
+
+
+class _KernelsToCome:
+    """The kernels of one lowered graph, which other processes compile.
+
+    NOTE [Why not wait at once]: the module that Inductor writes waits for its kernels where it is
+    loaded, before the next graph is lowered, and this process has nothing to do meanwhile. What the
+    cache keeps of a graph holds its kernels, so that is written when they are there, too.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, dict[str, Any]]] = []  # modules' names, kernels to come
+        self._unsaved: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def left_to_finish(self) -> Iterator[None]:
+        """Inside, and in this thread, a graph is lowered and loaded without its kernels."""
+        from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.codecache import FxGraphCache
+
+        own = threading.get_ident()
+        compiler: Any = AsyncCompile
+        cache: Any = FxGraphCache
+        wait, save = compiler.wait, cache._save_graph
+
+        def waits(compiling: Any, scope: dict[str, Any]) -> None:
+            if threading.get_ident() == own:
+                self._waiting.append((compiling, scope))
+            else:
+                wait(compiling, scope)
+
+        def saves(key: str, graph: Any, *rest: Any) -> None:
+            if threading.get_ident() == own:
+                kept = copy.copy(graph)  # what runs is changed by what is next
+                kept.prepare_for_serialization()
+                self._unsaved.append((key, kept, *rest))
+            else:
+                save(key, graph, *rest)
+
+        compiler.wait, cache._save_graph = waits, staticmethod(saves)
+        try:
+            yield
+        finally:
+            compiler.wait, cache._save_graph = wait, staticmethod(save)
+
+    def finish(self) -> None:
+        """Wait for the kernels, and let the cache have the graph."""
+        from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.codecache import FxGraphCache
+        from torch._inductor.triton_bundler import TritonBundler
+
+        TritonBundler.begin_compile()
+        try:
+            for compiling, scope in self._waiting:
+                AsyncCompile.wait(compiling, scope)
+            bundle, _ = TritonBundler.collect()
+        finally:
+            TritonBundler.end_compile()
+        for key, graph, *rest in self._unsaved:
+            graph.set_triton_bundle(bundle)
+            FxGraphCache._save_graph(key, graph, *rest)
+        self._waiting, self._unsaved = [], []
 
 
 @contextmanager

@@ -7,7 +7,7 @@ report, dump and verify.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.by_plan import ByPlan
+from fxrl.compile.heads_ahead import begin_heads
 from fxrl.compile.mask_shares import shares_seen
 from fxrl.compile.outer import calls_higher_order, restore_checkpoints, run_outer
 from fxrl.compile.planning import Batch, Planner, batches_of
@@ -203,6 +204,8 @@ class Backend:
 
         def planned(gm: fx.GraphModule, plan: Plan) -> Plan:
             log.info("planning the step's memory")
+            if capture.planner is None and not self.only_explain:
+                capture.heads_called = begin_heads(gm, inputs)
             try:
                 held = frozenset() if self.only_explain else batches_of(gm)(inputs, hint).held
                 capture.planner = Planner(
@@ -263,39 +266,46 @@ class Backend:
         return self._compile(capture, capture.rewritten.gm, examples)
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
-        owned: dict[str, CompiledRegion] = {}
         calls = region_calls(gm)
-        count = len({call.meta["region"].id for call in calls})
+        regions = {call.meta["region"].id: call.meta["region"] for call in calls}
+        owned = self._built(capture, regions)
         for call in calls:
-            region = call.meta["region"]
-            if region.id not in owned:
-                log.info("compiling the step: body %d of %d", len(owned) + 1, count)
-                owned[region.id] = self._built(capture, region)
-            call.update_arg(1, owned[region.id].key)
+            call.update_arg(1, owned[call.meta["region"].id].key)
         capture.kernels |= owned  # those of another plan run, too
         for one in owned.values():
             if one.attention:
                 told = f"attention: {one.attention}"
                 capture.note(RemarkKind.ANALYSIS, "kernels", told, site=one.region.layer or "graph")
         capture.body_rewrites = [pair for one in owned.values() for pair in one.traced.rewrites]
+        capture.heads_called()
         log.info("running the step for the first time")
         asked, values = derived_inputs(gm), self._derived.of
         run = run_outer(gm, [*examples, *values(asked, examples)])
         return run if not asked else lambda *args: run(*args, *values(asked, args))
 
-    def _built(self, capture: Capture, region: Region) -> CompiledRegion:
-        """A region's kernels; the graph op by op where Inductor does not make any."""
-        if self._options is None:
-            return build_region(region, None, self.plan)
-        built = build_region(region, self._options, self.plan)
+    def _built(self, capture: Capture, regions: Mapping[str, Region]) -> dict[str, CompiledRegion]:
+        """Kernels of regions by id: all bodies are lowered before any kernel is waited for."""
+        built: dict[str, CompiledRegion] = {}
+        for number, (id, region) in enumerate(regions.items()):
+            log.info("compiling the step: body %d of %d", number + 1, len(regions))
+            kernels = build_region(region, self._options, self.plan)
+            built[id] = self._or_op_by_op(capture, kernels, CompiledRegion.begin)
+        for id, kernels in built.items():
+            built[id] = self._or_op_by_op(capture, kernels, CompiledRegion.compile)
+        return built
+
+    def _or_op_by_op(
+        self, capture: Capture, built: CompiledRegion, step: Callable[[CompiledRegion], None]
+    ) -> CompiledRegion:
+        """A region after a step of its compilation; its graph op by op where that fails."""
         try:
-            built.compile()
+            step(built)
         except Exception as error:
             why = f"a body of it runs op by op, as it could not be compiled: {_line(error)}"
-            site = region.layer or "graph"
+            site = built.region.layer or "graph"
             missed = capture.note(RemarkKind.MISSED, "kernels", why, site=site)
             judge_misses(missed, self.config.on_miss)
-            return build_region(region, None, self.plan)
+            return build_region(built.region, None, self.plan)
         return built
 
     def _fall_back(self, capture: Capture, refusal: Refusal, source: str = "") -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.fx_passes import joint_graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -110,6 +111,28 @@ def test_halves_are_lowered_as_they_were_traced_and_found_by_the_next_who_asks(m
     monkeypatch.delattr(joint_graph, "joint_graph_passes")
     compiled()
     assert counters["inductor"]["fxgraph_cache_hit"] == 2
+
+
+def test_kernels_are_waited_for_when_both_halves_are_lowered(monkeypatch):
+    order = []
+
+    def noting(owner, name, what):
+        original = getattr(owner, name)
+
+        def noted(*args, **options):
+            order.append(what)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(compile_fx, "compile_fx_inner", "lowered")
+    noting(AsyncCompile, "wait", "waited")
+    kernels = build_region(region_of(layer, inputs(), NEEDS), InductorOptions.of(None))
+    kernels.begin()
+    assert order == ["lowered", "lowered"]
+    kernels.compile()
+    kernels.compile()
+    assert order == ["lowered", "lowered", "waited", "waited"]
 
 
 def test_fake_values_are_taken_as_they_were_traced(monkeypatch):

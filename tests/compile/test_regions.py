@@ -100,7 +100,7 @@ def test_a_body_that_cannot_be_compiled_runs_op_by_op(monkeypatch):
     def broken(*args, **options):
         raise NotImplementedError("no kernels today")
 
-    monkeypatch.setattr("fxrl.compile.bodies.variants.compile_body", broken)
+    monkeypatch.setattr("fxrl.compile.bodies.variants.begin_body", broken)
     model = Mlp().double()
     with registered_rewrite(outline_modules("mlps.0")) as name:
         config = fxrl.Config(min_saved_bytes=0, passes=(name,), on_miss="ignore")

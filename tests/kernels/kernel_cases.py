@@ -5,6 +5,7 @@
 
 import random
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,14 @@ from fxrl.ops.linear_logprob.arguments import (
     RowValues,
 )
 from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
+
+KERNELS = (
+    "partial_statistics",
+    "combine_statistics",
+    "probabilities",
+    "gradient",
+    "scaled_sum",
+)
 
 
 def make_case(seed, rows, vocab, width, dtype, device):
@@ -97,6 +106,61 @@ def check_case(forward, backward, case, tolerance, grad_tolerance):
     check_close("d_temperature", made[3], truth[3], rtol, atol * max(1, grads.shape[1]))
 
 
+def check_ahead(kernels, case):
+    """A call ahead launches what the step's own does, but for gradients of weights."""
+    head, names, grads = case
+    mask = None if head.row_mask is None else torch.ones_like(head.row_mask)
+    fewer = head._replace(hidden=torch.zeros_like(head.hidden), row_mask=mask)
+    head, fewer = (one._replace(hidden=one.hidden.requires_grad_()) for one in (head, fewer))
+    fewer = fewer._replace(target=torch.zeros_like(head.target))
+    for save in (True, False):
+        named = MADE_IN_FORWARD if save else names
+        asked = ForwardArguments(head, OUTPUTS, named, save)
+
+        def itself(asked=asked, save=save):
+            result, incoming = kernels.forward(asked), grads.to(head.dtype)
+            if save:
+                incoming = torch.ones(2, head.hidden.shape[0], dtype=head.dtype)
+                return kernels.scale(incoming, result.vectors, head.hidden.dtype)
+            values = RowValues(*(result.values[name] for name in RowValues._fields))
+            wants = True, False, False, False
+            return kernels.backward(BackwardArguments(incoming, head, values, names, *wants))
+
+        with torch.no_grad():
+            wanted = launched_by(kernels, itself)
+        made = launched_by(
+            kernels, lambda asked=asked: kernels.run_both(replace(asked, head=fewer))
+        )
+        assert made >= wanted, wanted - made
+
+
+def launched_by(kernels, run):
+    """The kernels, by name, that were launched; with the constants that they were compiled for."""
+    launched = set()
+
+    class Noted:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(kernels, name)
+
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                constants = {k: v for k, v in options.items() if isinstance(v, (int, float, bool))}
+                launched.add((self.name, *sorted(constants.items())))
+                return self.kernel[grid](*args, **options)
+
+            return launch
+
+    noted = {name: Noted(name) for name in KERNELS}
+    try:
+        for name, one in noted.items():
+            setattr(kernels, name, one)
+        run()
+    finally:
+        for name, one in noted.items():
+            setattr(kernels, name, one.kernel)
+    return launched
+
+
 def main():
     from interpreted import mend_interpreter
 
@@ -113,6 +177,8 @@ def main():
         tolerance = (1e-9, 1e-10) if exact else (1e-5, 1e-5)
         try:
             check_case(cuda.forward, cuda.backward, case, tolerance, tolerance)
+            if seed % 4 == 0:
+                check_ahead(cuda, case)
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
     print("all agree")

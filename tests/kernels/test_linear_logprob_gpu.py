@@ -14,8 +14,11 @@ import torch
 pytest.importorskip("triton")
 
 import fxrl.kernels
-from fxrl.kernels.linear_logprob.cuda import backward, forward
-from fxrl.ops.linear_logprob import linear_logprob
+from fxrl.kernels.hopper import module, rows
+from fxrl.kernels.linear_logprob import tile
+from fxrl.kernels.linear_logprob.cuda import backward, forward, run_both
+from fxrl.ops.linear_logprob import LossHead, linear_logprob
+from fxrl.ops.linear_logprob.op import asked_of_forward
 
 sys.path.insert(0, str(Path(__file__).parent))
 from head_checks import CHECKS, check_same_bits
@@ -136,3 +139,36 @@ def test_rows_of_a_head_of_more_than_2_to_31_numbers():
     (right,) = torch.autograd.grad(truth.sum(), wide)
     torch.testing.assert_close(logprob.double(), truth, rtol=1e-5, atol=1e-4)
     assert (made.float() - right).norm() < 2**-7 * right.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_a_call_ahead_leaves_nothing_to_compile(trained, dtype):
+    softcap = 11.0 + trained + 0.25 * (dtype == torch.float32)  # no other test's constant
+    weight = torch.randn(20001, 64, device="cuda", dtype=dtype, requires_grad=trained)
+
+    def head(rows):
+        hidden = torch.zeros(rows, 64, device="cuda", dtype=dtype, requires_grad=True)
+        target = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        return LossHead(hidden, weight, target, softcap=softcap)
+
+    before = compilations()
+    run_both(asked_of_forward(head(64), "logprob,entropy", "logprob"))
+    ahead = compilations()
+    assert ahead > before
+    values = linear_logprob(**drop_defaults(head(1000)), outputs=("logprob", "entropy"),
+                            grad_outputs=("logprob",))  # fmt: skip
+    values.logprob.sum().backward()
+    assert compilations() == ahead
+
+
+def drop_defaults(head):
+    defaults = LossHead._field_defaults
+    return {k: v for k, v in head._asdict().items() if k not in defaults or v is not defaults[k]}
+
+
+def compilations():
+    """How often the head's kernels were compiled so far."""
+    kernels = [value for m in (tile, rows) for value in vars(m).values() if hasattr(value, "run")]
+    made = sum(len(held[0]) for kernel in kernels for held in kernel.device_caches.values())
+    return made + module._cubin.cache_info().misses

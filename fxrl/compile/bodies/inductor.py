@@ -69,17 +69,29 @@ class InductorOptions:
         return any(part in name for part in ("custom", "pre_grad", "cudagraphs") for name in names)
 
 
-def compile_body(
+Compiled = Callable[..., Sequence[Tensor]]
+
+
+def begin_body(
     gm: fx.GraphModule, mode: FakeTensorMode, options: InductorOptions, *, decomposed: bool = False
-) -> Callable[..., Sequence[Tensor]]:
-    """Compile a functional graph with Inductor.
+) -> Callable[[], Compiled]:
+    """Begin to compile a functional graph with Inductor; what is returned waits for the kernels,
+    which other processes compile.
 
     Its placeholders carry fake values of ``mode``. Symbolic sizes stay symbolic; what Inductor
     assumes about them becomes guards of the mode's shape environment. ``decomposed``: the graph was
     traced with Inductor's decompositions.
     """
-    build = inductor_lower if decomposed and not options.need_aot else inductor_compile
-    return build(gm, mode, dict(options.options))
+    given = gm, mode, dict(options.options)
+    if decomposed and not options.need_aot:
+        return inductor_lower(*given)
+    compiled = inductor_compile(*given)
+    return lambda: compiled
+
+
+def compile_body(gm: fx.GraphModule, mode: FakeTensorMode, options: InductorOptions) -> Compiled:
+    """``begin_body`` to its end."""
+    return begin_body(gm, mode, options)()
 
 
 def generated_source(compiled: object) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 
 from fxrl.compile._torch import keeps_graph
 from fxrl.compile.bodies.attention import allowed, calls_attention, kernels_of
-from fxrl.compile.bodies.inductor import InductorOptions, compile_body, generated_source
+from fxrl.compile.bodies.inductor import InductorOptions, begin_body, generated_source
 from fxrl.compile.bodies.trace import TracedBody
 from fxrl.ir.graph import Size, clone
 from fxrl.ir.plan import Plan
@@ -43,18 +44,28 @@ class _Variant:
     options: InductorOptions | None
     forward: TensorFunction | None = None
     backward: TensorFunction | None = None
+    _begun: list[Callable[[], TensorFunction]] | None = None
+
+    def begin(self) -> None:
+        """Lower both halves, and let their kernels be compiled meanwhile; once."""
+        if self._begun is None:
+            halves = (self.traced.forward, self.traced.backward)
+            self._begun = [self._begin(half) for half in halves if half is not None]
 
     def compile(self) -> None:
         """Make what runs; nothing where it is made."""
         if self.forward is None:
-            self.forward = self._compiled(self.traced.forward)
-            self.backward = self.traced.backward and self._compiled(self.traced.backward)
+            self.begin()
+            assert self._begun is not None
+            self.forward, *backward = [finish() for finish in self._begun]
+            self.backward = backward[0] if backward else None
+            self._begun = []
 
-    def _compiled(self, half: fx.GraphModule) -> TensorFunction:
+    def _begin(self, half: fx.GraphModule) -> Callable[[], TensorFunction]:
         if self.options is None:
-            return _op_by_op(half)
+            return partial(_op_by_op, half)
         traced = self.traced
-        return compile_body(half, traced.mode, self.options, decomposed=traced.decomposed)
+        return begin_body(half, traced.mode, self.options, decomposed=traced.decomposed)
 
     def at(self, sizes: dict[str, int]) -> Body:
         """The compiled body for these values of the named sizes."""
@@ -118,6 +129,13 @@ class CompiledRegion(RegionKernels):
     def attention(self) -> str:
         """Names of the kernels that run the first variant's attention."""
         return ", ".join(kernels_of(self.traced.forward))
+
+    def begin(self) -> None:
+        """Lower the halves now, those of the regions inside too. What makes their kernels goes on
+        while others are lowered, until ``compile`` waits for it."""
+        for inner in self.inside.values():
+            inner.begin()
+        self.variants[0].begin()
 
     def compile(self) -> None:
         """Compile the halves now, those of the regions inside too, and not when they first run."""

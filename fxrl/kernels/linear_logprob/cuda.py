@@ -37,6 +37,7 @@ from fxrl.ops.linear_logprob.arguments import (
     Gradients,
     LossHead,
     Rows,
+    RowValues,
 )
 from fxrl.ops.linear_logprob.matmul import backproject, product_dtype, project
 from fxrl.ops.linear_logprob.op import attach
@@ -70,6 +71,22 @@ def backward(arguments: BackwardArguments) -> Gradients:
         if hopper.serves(arguments.head) and not arguments.want_bias:
             return hopper.backward(arguments)
         return general_backward(arguments)
+
+
+def run_both(asked: ForwardArguments) -> None:
+    """The forward, and what its backward runs but for products of a trained head; what they give is
+    dropped. Whatever they compile and load is there afterwards."""
+    head, count = asked.head, len(asked.grad_outputs)
+    with torch.no_grad():
+        result = forward(asked)
+        grads = head.hidden.new_ones(count, head.hidden.shape[0], dtype=head.dtype)
+        if asked.save_vectors:
+            scale(grads, result.vectors, head.hidden.dtype)
+        elif head.hidden.requires_grad and {"logprob", "lse"} <= {*asked.outputs}:
+            made = (result.values[n] if n in asked.outputs else None for n in RowValues._fields)
+            given = grads, head, RowValues._make(made), asked.grad_outputs
+            by_temperature = head.temperature is not None and head.temperature.requires_grad
+            backward(BackwardArguments(*given, True, False, False, by_temperature))
 
 
 def scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:

@@ -145,18 +145,29 @@ def _linear_logprob(
 ) -> tuple[Tensor, ...]:
     head = LossHead(hidden, weight, target, **options).on_one_device()
     check_arguments(head)
-    wanted, differentiated = asked_outputs(outputs, grad_outputs)
-    read = read_by_backward(head, differentiated) if torch.is_grad_enabled() else set()
+    asked = asked_of_forward(head, outputs, grad_outputs)
     *values, _ = torch.ops.fxrl.linear_logprob_forward.default(
         *head,
-        joined_outputs(wanted | read),
-        joined_outputs(differentiated),
-        bool(read)
-        and hidden.requires_grad
-        and made_in_forward(head.trains_weights, differentiated),
+        joined_outputs(asked.outputs),
+        joined_outputs(asked.grad_outputs),
+        asked.save_vectors,
     )
+    wanted, _ = asked_outputs(outputs, grad_outputs)
     pairs = zip(OUTPUTS, values, strict=True)
     return tuple(v if name in wanted else v.new_empty(0) for name, v in pairs)
+
+
+def asked_of_forward(head: LossHead, outputs: str, grad_outputs: str | None) -> ForwardArguments:
+    """What a call of the composite asks of the opaque forward."""
+    wanted, differentiated = asked_outputs(outputs, grad_outputs)
+    read = read_by_backward(head, differentiated) if torch.is_grad_enabled() else set()
+    made = made_in_forward(head.trains_weights, differentiated)
+    return ForwardArguments(
+        head,
+        parse_outputs(joined_outputs(wanted | read)),
+        parse_outputs(joined_outputs(differentiated)),
+        bool(read) and head.hidden.requires_grad and made,
+    )
 
 
 def _trains(tensor: Tensor | None) -> bool:

@@ -1,0 +1,83 @@
+"""A call of each fused loss head, made while its step is planned and compiled.
+
+NOTE [Why a call, and in a thread]: a head's kernels are compiled and loaded when it is first
+called, about three seconds of a first step on an H200 in which nothing else happens; most of it is
+NVRTC's, LLVM's and ptxas's, which take no turn of the interpreter. A call for the same head,
+outputs and gradients makes the kernels that the step's own will ask for; none of them knows how
+many rows there are, so these are few, and zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxrl.ir.graph import needs_grad, val_of
+from fxrl.ops.linear_logprob import LossHead
+from fxrl.ops.linear_logprob.arguments import ForwardArguments
+from fxrl.ops.linear_logprob.op import asked_of_forward
+
+#: The fewest that every route of the op takes.
+_ROWS = 64
+
+
+def begin_heads(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[[], None]:
+    """Call the graph's fused heads that are on a GPU; what is returned waits until that is done.
+
+    ``examples`` are the graph's inputs, as they are.
+    """
+    asked = [one for one in heads_of(gm, examples) if one.head.hidden.is_cuda]
+    if not asked:
+        return lambda: None
+    thread = threading.Thread(target=_run, args=(asked,), name="fxrl-heads", daemon=True)
+    thread.start()
+    return thread.join
+
+
+def _run(asked: Sequence[ForwardArguments]) -> None:
+    from fxrl.kernels.linear_logprob.cuda import run_both
+
+    for one in asked:
+        with suppress(Exception):  # the step's own call meets it again, and says it to the user
+            run_both(one)
+
+
+def heads_of(gm: fx.GraphModule, examples: Sequence[Any]) -> list[ForwardArguments]:
+    """What the fused heads of a graph will be asked for, each with a few rows of zeros. Heads whose
+    weight the graph computes are left out: there is none yet."""
+    given = dict(zip(gm.graph.find_nodes(op="placeholder"), examples, strict=False))
+    op = torch.ops.fxrl.linear_logprob.default
+    calls = gm.graph.find_nodes(op="call_function", target=op)
+    return [_asked(call, given) for call in calls if call.args[1] in given]
+
+
+def _asked(call: fx.Node, given: Mapping[fx.Node, Any]) -> ForwardArguments:
+    options = dict(call.kwargs)
+    outputs: Any = options.pop("outputs", "logprob")
+    grad_outputs: Any = options.pop("grad_outputs", None)
+    arguments = dict(zip(LossHead._fields, call.args, strict=False)) | options
+    made: Any = {
+        name: _stand_in(name, value, given) if isinstance(value, fx.Node) else value
+        for name, value in arguments.items()
+    }
+    return asked_of_forward(LossHead(**made).on_one_device(), outputs, grad_outputs)
+
+
+def _stand_in(name: str, value: fx.Node, given: Mapping[fx.Node, Any]) -> Tensor:
+    """The weight itself; of the others something that looks like it, with a few rows."""
+    if name == "weight":
+        weight: Tensor = given[value]
+        return weight
+    like = val_of(value)
+    shape = [size if isinstance(size, int) else _ROWS for size in like.shape]
+    if name in ("hidden", "target", "row_mask"):
+        shape[0] = _ROWS
+    made = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    if name in ("temperature", "row_mask"):
+        made.fill_(1)
+    return made.requires_grad_(needs_grad(value) and made.is_floating_point())
