@@ -313,8 +313,8 @@ class StepChain:
 
     def _option(self, layer: OutlinedLayer, choice: CutLayer) -> Option | None:
         """The costs of a choice for a layer; None if the layer cannot do it."""
-        regions = [as_chosen(call.meta["region"], choice) for call in layer.calls]
-        if not any(regions):
+        regions = as_chosen([call.meta["region"] for call in layer.calls], choice)
+        if regions is None:
             return None
         host = 0
         costs: dict[fx.Node, CallCost] = {}
@@ -322,9 +322,7 @@ class StepChain:
         for call, region in zip(layer.calls, regions, strict=True):
             inputs: Any = call.args[0]
             values = [node.meta["val"] for node in inputs]
-            chosen = region or as_chosen(call.meta["region"], replace(choice, tile_tokens=0))
-            assert chosen is not None
-            found = self.profiles(chosen).at(values, self.measure, self.target)
+            found = self.profiles(region).at(values, self.measure, self.target)
             costs[call] = call_cost(call, found, self.measure)
             host += away_bytes(call, found, own_inputs(call, layer.calls), choice)
             bodies.append(found)
