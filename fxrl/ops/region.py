@@ -378,17 +378,21 @@ def _pad(grad: Tensor, padding: int) -> Tensor:
 
 
 def _accumulator(x: Tensor, tiled: bool, num_tiles: int) -> Tensor:
-    """Where an input's gradient is gathered.
+    """Where an input's gradient is gathered."""
+    if tiled:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.zeros(x.shape, dtype=sum_dtype(x.dtype, num_tiles), device=x.device)
+
+
+def sum_dtype(dtype: torch.dtype, count: int) -> torch.dtype:
+    """The dtype in which ``count`` values of a dtype are added up.
 
     NOTE [Why fp32 sums]: a shared input's gradient is a sum over tiles, or groups. Rounding each
     partial sum to bf16 biases training over a few dozen steps although each step's error looks the
     same.
     """
-    if tiled:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    low = x.dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if low and num_tiles > 1 else x.dtype
-    return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    low = dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if low and count > 1 else dtype
 
 
 # ---------------------------------------------------------------------------- groups
