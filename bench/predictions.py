@@ -7,8 +7,9 @@ the start. For the longest contexts, ``--repeats 1`` reads peak and seconds off 
 second, and ``--repeats 0`` off the first, with what it compiles.
 
 A case is ``shape:rank:layers:rows:tokens:gpu_memory:host_memory``; rank 0 trains in full, ``-`` is
-what is free. ``:packed`` (eight documents in a row), ``:padded`` (half of the first rows' tokens)
-and ``:micro-batches=N`` may follow.
+what is free. ``:packed`` (eight documents in a row), ``:padded`` (half of the first rows' tokens),
+``:micro-batches=N`` and ``:plan=attention/gpu/host/4096/8`` (of every layer, as ``--plan`` of
+``bench.update_step`` with strokes for commas) may follow.
 
     fxrl bench predictions
     fxrl bench predictions --cases qwen3-8b:32:12:1:8192:9.5GiB:30GiB
@@ -27,6 +28,7 @@ import torch
 
 import fxrl
 from bench.lib import common, qwen
+from bench.update_step import make_plan
 from fxrl import losses
 from fxrl.ir.plan import CutLayer
 from fxrl.ops import host_memory
@@ -75,7 +77,7 @@ CASES = (
     "qwen3-30b-a3b:32:4:1:8192:-:-",
     "qwen3-30b-a3b:32:4:1:8192:16GiB:0",
 )
-_MICRO_BATCHES = "micro-batches="
+_MICRO_BATCHES, _PLAN = "micro-batches=", "plan="
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,6 +108,7 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
     rank, layers, rows, tokens = map(int, numbers)
     words = case.split(":")[7:]
     micro = [word.removeprefix(_MICRO_BATCHES) for word in words if _MICRO_BATCHES in word]
+    plans = [word.removeprefix(_PLAN).replace("/", ",") for word in words if _PLAN in word]
     layout = next((word for word in words if word in qwen.MASKS), "none")
     asked: dict[str, Any] = {
         "shape": shape,
@@ -131,17 +134,19 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
         model = qwen.make_model(shape, args.device, layers=layers, rank=rank, checkpointing=False)
         batch = qwen.drawn_batch(model, rows, tokens, torch.Generator(args.device).manual_seed(0))
         batch |= qwen.layout(batch["input_ids"], layout, tokens // 2)
-        row |= _measured(model, config, batch, asked["micro-batches"], args)
+        plan = make_plan(plans[0] if plans else "", model)
+        row |= _measured(model, config, plan, batch, asked["micro-batches"], args)
 
 
 def _measured(
     model: torch.nn.Module,
     config: fxrl.Config,
+    given: fxrl.Plan | None,
     batch: dict[str, torch.Tensor],
     micro_batches: int,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    step = fxrl.optimize(model, losses.grpo(beta=0.0), config)
+    step = fxrl.optimize(model, losses.grpo(beta=0.0), config, plan=given)
     optimizer = _adamw(model)
     backward = qwen.backward_fn(step, batch)
     seconds = []
@@ -167,7 +172,11 @@ def _measured(
         took = common.median_ms(only_step, args.device, warmup=1, repeats=args.repeats)
     plan = step.plan
     cuts = (choice for choice in plan.choices.values() if isinstance(choice, CutLayer))
-    told = Counter(f"{c.kept},{c.inputs_on},{c.kept_on},{c.tile_tokens}" for c in cuts)
+    told = Counter(
+        f"{c.kept},{c.inputs_on},{c.kept_on},{c.tile_tokens}"
+        + (f",{c.head_groups}" if c.head_groups else "")
+        for c in cuts
+    )
     wanted, predicted = plan.peak_gpu_bytes, plan.step_seconds
     return {
         "predicted_gib": common.gib(wanted),

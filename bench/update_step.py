@@ -46,6 +46,7 @@ COLUMNS = (
     "loss_error",
     "error",
 )
+PLAN = "KEPT,INPUTS_ON,KEPT_ON,TILE[,GROUPS]"
 _TOP_KERNELS = 40
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -111,13 +112,15 @@ def dpo_in_two_forwards(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> 
 
 def make_plan(text: str, model: nn.Module) -> fxrl.Plan | None:
     """``attention,gpu,host,4096`` for every layer: what its cut keeps, where its input waits, where
-    the rest, and rows per tile of its MLP."""
+    the rest, and rows per tile of its MLP; ``,8`` may follow, groups of heads of its attention."""
     if not text:
         return None
-    kept, inputs_on, kept_on, tile = text.split(",")
-    choice = {"kind": "layer", "kept": kept, "inputs_on": inputs_on, "kept_on": kept_on}
+    kept, inputs_on, kept_on, tile, groups = (*text.split(","), "0")[:5]
+    where = {"inputs_on": inputs_on, "kept_on": kept_on}
+    counts = {"tile_tokens": int(tile), "head_groups": int(groups)}
+    choice = {"kind": "layer", "kept": kept, **where, **counts}
     names = [name for name, _ in model.named_modules() if re.search(r"\.layers\.\d+$", name)]
-    choices = {f"0:{name}": choice | {"tile_tokens": int(tile)} for name in names}
+    choices = {f"0:{name}": choice for name in names}
     return fxrl.Plan.from_json(json.dumps({"version": 1, "choices": choices}))
 
 
@@ -138,7 +141,7 @@ def make_step(
     if variant == "compile":
         compiled = torch.compile(loss_fn)
         return lambda batch: compiled(model, batch)
-    layers = {"outline-layers", "recompute", "tile-tokens", "offload"}
+    layers = {"outline-layers", "recompute", "tile-tokens", "group-heads", "offload"}
     eager_layers = variant == "fxrl-layers-eager"
     config = fxrl.Config(
         min_saved_bytes=0,
@@ -336,7 +339,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--micro-batches", type=int, default=1, help="backwards in an update")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
-    parser.add_argument("--plan", default="", metavar="KEPT,INPUTS_ON,KEPT_ON,TILE", help="for all")
+    parser.add_argument("--plan", default="", metavar=PLAN, help="for all")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="for fxrl; what is free by default")
     parser.add_argument(
         "--card", type=float, metavar="GIB", help="what PyTorch may allocate, eager too"

@@ -21,6 +21,7 @@ from fxrl.passes.factor_masks import FactorMasks
 from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
 from fxrl.passes.fp8_lora import Fp8Lora
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
+from fxrl.passes.group_heads import GroupHeads
 from fxrl.passes.group_queries import GroupQueries
 from fxrl.passes.inline_layers import InlineLayers
 from fxrl.passes.join_products import JoinProducts
@@ -67,6 +68,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         # here the plan is made; what follows obeys it
         Recompute,
         TileTokens,
+        GroupHeads,
         Offload,
         # nothing is left behind
         EliminateNoops,

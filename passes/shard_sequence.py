@@ -36,14 +36,8 @@ from torch import fx
 import fxrl.ops.context_parallel  # noqa: F401  # defines the ops
 from fxrl.analysis.attention import SDPA, options_of, set_options
 from fxrl.analysis.rows.rules import dims_of
-from fxrl.analysis.token_shares import (
-    Share,
-    SharedGraph,
-    Step,
-    attention_calls,
-    find_shares,
-    ungrouped,
-)
+from fxrl.analysis.shares import Share, SharedGraph, Step
+from fxrl.analysis.token_shares import Tokens, attention_calls, find_shares, ungrouped
 from fxrl.config import Config
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
@@ -226,7 +220,7 @@ class _Sharing:
     def _attend(self, here: SharedGraph, node: fx.Node) -> None:
         """Attention over all tokens, of a rank's heads."""
         share = here.share(node)
-        assert share is not None
+        assert isinstance(share, Tokens)
         options, build = options_of(node), self._builders[node.graph]
         query, key, value = (as_node(arg) for arg in node.args[:3])
         key, value = ungrouped(here, key, value)
@@ -276,7 +270,7 @@ class _Sharing:
         Taken as early as a chain of ops that follow the one of the other allows: what positions
         are turned into for RoPE is computed for a rank's tokens alone, once for all layers.
         """
-        where = (share.tokens, share.start, share.length, share.outer, share.inner)
+        where = (share.total, share.start, share.length, share.outer, share.inner)
         key = ("part", node, share.dim, *map(str, where))
         if key not in self._known:
             graph, build = node.graph, self._builder(node.graph)
@@ -395,6 +389,7 @@ class _Sharing:
         found = self._tables[graph].arg(size)
         if found is None and graph in self._calls:
             for share in self._graphs[graph].given.values():
+                assert isinstance(share, Tokens)
                 self._lender.to(graph, share.ids)
             self._tables[graph] = SizeTable(graph)
             found = self._tables[graph].arg(size)

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import fx
 
 from fxrl.analysis.rows.analysis import analyse_layer
-from fxrl.ir.graph import clone, is_view
+from fxrl.ir.graph import clone, share_views
 from fxrl.ir.graph_pass import Applied, Miss, PassDoc, tidy
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.region import Region, mark_grads, set_region
@@ -71,7 +71,7 @@ def _tiled(region: Region, tile: int) -> fx.GraphModule | None:
     """A tiled copy of the region's graph."""
     gm, done = clone(region.forward), False
     mark_grads(gm.graph, region.inputs)
-    _share_views(gm.graph)
+    share_views(gm.graph)
     for site in list(analyse_layer(gm.graph)):
         if isinstance(site, Miss):
             continue
@@ -83,15 +83,3 @@ def _tiled(region: Region, tile: int) -> fx.GraphModule | None:
     if done:
         tidy(gm)
     return gm if done else None
-
-
-def _share_views(graph: fx.Graph) -> None:
-    """One look at a value where there were several: rows that products share are one input then,
-    with one gradient."""
-    known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if is_view(node):
-            first = known.setdefault((node.target, node.args, str(node.kwargs)), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)

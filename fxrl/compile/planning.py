@@ -17,6 +17,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
 
+from fxrl.analysis.head_groups import kv_heads
 from fxrl.analysis.stretches import Stretch, stretches_of
 from fxrl.compile.bodies.figures import Figures
 from fxrl.compile.outside import Outside
@@ -55,6 +56,8 @@ CUTS = (
 #: Rows per tile that are tried; 0 for none. Smaller tiles leave a product too little to do: 2048
 #: rows cost 5 ms a layer of Qwen3-8B's shape on an H200.
 TILES = (0, 4096)
+#: What is tried beside with each KV head by itself: the fewest bytes, where nothing else fits.
+GROUPED = tuple(cut for cut in CUTS if cut.kept in ("attention", "inputs"))
 _MOST = 2**24  # tokens, or rows; nobody asks for more
 _GUESSES = 12
 
@@ -306,6 +309,9 @@ class StepChain:
         if (key := (ids, str(given), len(cuts))) not in self._known:
             rows = prod(map(self.measure, shape_of(_hidden(layer))[:-1]))
             choices = [replace(cut, tile_tokens=t) for t in tiles if t < rows for cut in cuts]
+            if tiles[-1] and len(choices) > len(cuts) and (heads := _kv_heads(layer)) > 1:
+                few = {"tile_tokens": tiles[-1], "head_groups": heads}
+                choices += [replace(cut, **few) for cut in GROUPED]
             choices = [given] if isinstance(given, CutLayer) else choices
             found = (self._option(layer, choice) for choice in choices)
             self._known[key] = [option for option in found if option is not None]
@@ -313,8 +319,8 @@ class StepChain:
 
     def _option(self, layer: OutlinedLayer, choice: CutLayer) -> Option | None:
         """The costs of a choice for a layer; None if the layer cannot do it."""
-        regions = [as_chosen(call.meta["region"], choice) for call in layer.calls]
-        if not any(regions):
+        regions = as_chosen([call.meta["region"] for call in layer.calls], choice)
+        if regions is None:
             return None
         host = 0
         costs: dict[fx.Node, CallCost] = {}
@@ -322,9 +328,7 @@ class StepChain:
         for call, region in zip(layer.calls, regions, strict=True):
             inputs: Any = call.args[0]
             values = [node.meta["val"] for node in inputs]
-            chosen = region or as_chosen(call.meta["region"], replace(choice, tile_tokens=0))
-            assert chosen is not None
-            found = self.profiles(chosen).at(values, self.measure, self.target)
+            found = self.profiles(region).at(values, self.measure, self.target)
             costs[call] = call_cost(call, found, self.measure)
             host += away_bytes(call, found, own_inputs(call, layer.calls), choice)
             bodies.append(found)
@@ -431,6 +435,11 @@ def symbols_of(gm: fx.GraphModule) -> dict[Any, Callable[[Sequence[Any]], Any]]:
 
 def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
+
+
+def _kv_heads(layer: OutlinedLayer) -> int:
+    """How many heads of keys a layer's attention has; 0 where it is not known."""
+    return max(kv_heads(call.meta["region"].forward.graph) for call in layer.calls)
 
 
 def _hidden(layer: OutlinedLayer) -> fx.Node:

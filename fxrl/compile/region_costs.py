@@ -15,9 +15,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxrl.compile.bodies.figures import BodyProfile, Figures
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
-from fxrl.ir.graph import clone, is_call, is_tensor, is_view, memory_like, needs_grad
+from fxrl.ir.graph import clone, is_call, is_tensor, is_view, memory_like, needs_grad, tensor_val
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ir.region import Region
+from fxrl.ir.remark import Refusal
+from fxrl.passes.group_heads import group_heads
 from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner.eager_profile import CallCost
 from fxrl.planner.memory_profile import nbytes
@@ -49,10 +51,24 @@ def known_profiles(
     return profile
 
 
-def as_chosen(region: Region, choice: CutLayer) -> Region | None:
-    """The region that the passes will make of one; None where it has nothing to tile."""
-    cut = replace(off_meta(region), cut=choice.kept)
-    return tile_widest(cut, choice.tile_tokens) if choice.tile_tokens else cut
+def as_chosen(regions: Sequence[Region], choice: CutLayer) -> list[Region] | None:
+    """The regions that the passes will make of a layer's; None where it has nothing to tile, or no
+    heads to group."""
+    made = [replace(off_meta(region), cut=choice.kept) for region in regions]
+    for count, rewrite in ((choice.tile_tokens, tile_widest), (choice.head_groups, _group_heads)):
+        if count:
+            found = [rewrite(region, count) for region in made]
+            if not any(found):
+                return None
+            made = [new or region for new, region in zip(found, made, strict=True)]
+    return made
+
+
+def _group_heads(region: Region, groups: int) -> Region | None:
+    try:
+        return group_heads(region, groups)
+    except Refusal:
+        return None
 
 
 #: Graphs and fake tensors on ``meta``, and the same on a CPU.
@@ -69,6 +85,8 @@ def off_meta(region: Region) -> Region:
         for node in moved.graph.nodes:
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+            if (val := tensor_val(node)) is not None and val.is_meta:
+                node.meta["val"] = _on_cpu(val)
         _MOVED[region.forward] = moved
     specs = tuple(replace(spec, example=_on_cpu(spec.example)) for spec in region.inputs)
     return replace(region, forward=_MOVED[region.forward], inputs=specs)

@@ -98,6 +98,18 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+def share_views(graph: fx.Graph) -> None:
+    """Leave one look at a value where there were several: rows that products share are one value
+    then, with one gradient."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if is_view(node):
+            first = known.setdefault((node.target, node.args, str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The value whose memory ``node`` looks at; itself where it has its own."""
     while is_view(node) and isinstance(node.args[0], fx.Node):

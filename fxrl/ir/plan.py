@@ -52,6 +52,8 @@ class CutLayer:
         inputs_on: where the layer's own input waits for the backward, ``"gpu"`` or ``"host"``.
         kept_on: where all else that is kept waits.
         tile_tokens: rows per tile of its MLP, which keeps nothing then; 0 for all at once.
+        head_groups: groups of KV heads that its attention runs in, one after the other, which keeps
+            nothing inside then; 0 for all heads at once.
         sending: of the layers up to this one that send something to the host, of how many it may
             still be on its way when this one has run; more have to be waited for. The planner sets
             it, from the budget, whatever it was; None where nothing was planned. No choice differs
@@ -64,6 +66,7 @@ class CutLayer:
     inputs_on: Place = "gpu"
     kept_on: Place = "gpu"
     tile_tokens: int = 0
+    head_groups: int = 0
     sending: int | None = field(default=None, compare=False)
     fetching: int | None = field(default=None, compare=False)
 
@@ -244,6 +247,7 @@ def describe(choice: Choice) -> str:
         away = on_host(choice)
         where = f", {' and '.join(away)} on the host" if away else ""
         tiles = f", MLP in tiles of {choice.tile_tokens} rows" if choice.tile_tokens else ""
+        tiles += f", heads in {choice.head_groups} groups" if choice.head_groups else ""
         return f"layer: {_KEPT[choice.kept]} for the backward{where}{tiles}"
     if isinstance(choice, TileHead):
         return f"{choice.by}, rows per tile: {choice.tile_tokens or 'by bytes'}"

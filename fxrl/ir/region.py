@@ -43,6 +43,8 @@ class InputSpec:
     # It lives until the backward whether the region needs it there or not (a weight), so keeping it
     # costs nothing.
     alive: bool = False
+    # The dim along which each group has its part; ``example`` is the first group's.
+    split: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,9 @@ class Region:
     inputs: tuple[InputSpec, ...]  # one spec per input
     cut: Cut = "inputs"  # what the backward gets; only ``inputs`` for tiles
     layer: str = ""  # site of the layer that it is a part of; no part of the content
+    # How many groups run the body one after the other, each with its part of the inputs that are
+    # split. The outputs are sums over the groups.
+    groups: int = 1
 
     @property
     def tiled(self) -> bool:
@@ -91,7 +96,8 @@ class Region:
         return self._digest(_TEXTS[self.forward], inputs)
 
     def _digest(self, body: str, inputs: Sequence[str]) -> str:
-        text = "\n".join([body, *inputs, self.cut])
+        groups = [f"{self.groups} groups"] if self.groups > 1 else []
+        text = "\n".join([body, *inputs, self.cut, *groups])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -122,7 +128,9 @@ def _signature(spec: InputSpec, symbols: Symbols, device: str) -> str:
     sizes = [symbols.text(size) for size in example.shape[1 if spec.tiled else 0 :]]
     strides = [] if spec.tiled else [symbols.text(stride) for stride in example.stride()]
     kind = f"{example.dtype} {device} {sizes} {strides}"
-    return f"{kind} {spec.tiled} {spec.needs_grad}" + (" alive" if spec.alive else "")
+    marks = " alive" if spec.alive else ""
+    marks += "" if spec.split is None else f" split {spec.split}"
+    return f"{kind} {spec.tiled} {spec.needs_grad}{marks}"
 
 
 # ---------------------------------------------------------------------------- calls in a graph

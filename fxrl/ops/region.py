@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fxrl.ir.graph import Size, memory_like
-from fxrl.ir.region import Region
+from fxrl.ir.region import InputSpec, Region
 from fxrl.ops import once_differentiable
 from fxrl.ops.host_memory import can_wait, pool_of
 from fxrl.ops.out_of_memory import join, with_room
@@ -115,8 +115,8 @@ def lookup(key: str) -> RegionKernels:
 def region(
     inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
 ) -> list[Tensor]:
-    """Run a region's forward, whole or in tiles of ``tile`` rows; returns outputs, then kept
-    values.
+    """Run a region's forward, whole, in tiles of ``tile`` rows or in its groups; returns outputs,
+    then kept values.
 
     Inputs in ``host`` wait in host memory for the backward; -1 stands for all kept values. ``pace``
     is ``sending`` and ``fetching`` of ``HostPool.store``, empty if not planned.
@@ -127,6 +127,8 @@ def region(
         if kernels.region.tiled:
             return _forward_by_tiles(kernels, inputs, int(tile))
         body = kernels.body(kernels.sizes_of(inputs))
+        if kernels.region.groups > 1:
+            return _forward_by_groups(kernels.region, body, inputs)
         given = [_as_traced(x, strides) for x, strides in zip(inputs, body.inputs, strict=True)]
         return fresh(list(body.forward(*given)), inputs)
 
@@ -179,6 +181,8 @@ def region_vjp(
             return _backward_by_tiles(kernels, kept, grads, int(tile))
         body = kernels.body(sizes)
         given = [_as_traced(g, strides) for g, strides in zip(grads, body.grads, strict=True)]
+        if kernels.region.groups > 1:
+            return _backward_by_groups(kernels, body, kept, given)
         sources = [source for source in body.sources if source[0] in ("input", "output")]
         read = [
             _as_traced(x, body.inputs[i]) if kind == "input" else x
@@ -374,13 +378,88 @@ def _pad(grad: Tensor, padding: int) -> Tensor:
 
 
 def _accumulator(x: Tensor, tiled: bool, num_tiles: int) -> Tensor:
-    """Where an input's gradient is gathered.
-
-    NOTE [Why fp32 sums]: a shared input's gradient is a sum over tiles. Rounding each partial sum
-    to bf16 biases training over a few dozen steps although each step's error looks the same.
-    """
+    """Where an input's gradient is gathered."""
     if tiled:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    low = x.dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if low and num_tiles > 1 else x.dtype
-    return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    return torch.zeros(x.shape, dtype=sum_dtype(x.dtype, num_tiles), device=x.device)
+
+
+def sum_dtype(dtype: torch.dtype, count: int) -> torch.dtype:
+    """The dtype in which ``count`` values of a dtype are added up.
+
+    NOTE [Why fp32 sums]: a shared input's gradient is a sum over tiles, or groups. Rounding each
+    partial sum to bf16 biases training over a few dozen steps although each step's error looks the
+    same.
+    """
+    low = dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if low and count > 1 else dtype
+
+
+# ---------------------------------------------------------------------------- groups
+def group_part(x: Tensor, spec: InputSpec, group: int) -> Tensor:
+    """The part of a region's input that a group reads."""
+    if spec.split is None:
+        return x
+    size = spec.example.shape[spec.split]
+    return x.narrow(spec.split, group * size, size)
+
+
+def _forward_by_groups(region: Region, body: Body, inputs: list[Tensor]) -> list[Tensor]:
+    sums = _GroupSums([None] * body.num_outputs, region.groups)
+    for group in range(region.groups):
+        parts = [
+            _as_traced(group_part(x, spec, group), strides)
+            for x, spec, strides in zip(inputs, region.inputs, body.inputs, strict=True)
+        ]
+        sums.add(group, body.forward(*parts))
+    return sums.results()
+
+
+def _backward_by_groups(
+    kernels: RegionKernels, body: Body, kept: list[Tensor], grads: list[Tensor]
+) -> list[Tensor]:
+    """Gradients of split inputs group by group; those that groups share are summed."""
+    region = kernels.region
+    places = [place for kind, place in body.sources if kind == "input"]
+    sums = _GroupSums([spec.split for spec in region.inputs if spec.needs_grad], region.groups)
+    for group in range(region.groups):
+        parts = [
+            _as_traced(group_part(x, region.inputs[place], group), body.inputs[place])
+            for x, place in zip(kept, places, strict=True)
+        ]
+        sums.add(group, _backward(body, kernels.key, parts, grads))
+    return sums.results()
+
+
+class _GroupSums:
+    """Values that each group makes: put together along the dim that is split, or summed.
+
+    A caller that holds on to a group's values would have them beside the next group's.
+    """
+
+    def __init__(self, splits: Sequence[int | None], groups: int) -> None:
+        self._splits, self._groups = splits, groups
+        self._dtypes: list[torch.dtype] = []
+        self._totals: list[Tensor] = []
+
+    def add(self, group: int, parts: Sequence[Tensor]) -> None:
+        """What one group has made."""
+        if not self._totals:
+            self._dtypes = [part.dtype for part in parts]
+            self._totals = [*map(self._total, parts, self._splits)]
+        for total, part, split in zip(self._totals, parts, self._splits, strict=True):
+            if split is None:
+                total += part
+            else:
+                total.narrow(split, group * part.shape[split], part.shape[split]).copy_(part)
+
+    def results(self) -> list[Tensor]:
+        """What all groups have made, in the dtypes of a group's values."""
+        return [total.to(d) for total, d in zip(self._totals, self._dtypes, strict=True)]
+
+    def _total(self, part: Tensor, split: int | None) -> Tensor:
+        if split is None:
+            return _accumulator(part, False, self._groups)
+        sizes = list(part.shape)
+        sizes[split] *= self._groups
+        return part.new_empty(sizes)

@@ -69,7 +69,7 @@ def allocator(monkeypatch):
 
 def make_step(plan=None, *, layers=LAYERS, link=None, **options):
     options = {"gpu_memory": "1GiB", "host_memory": "1GiB"} | options
-    passes = ("recompute", "offload", "tile-tokens")
+    passes = ("recompute", "offload", "tile-tokens", "group-heads")
     config = fxrl.Config(passes=passes, compile_regions=False, on_miss="error", **options)
     model = make_stack(layers, width=32, heads=4)
     if link is None:

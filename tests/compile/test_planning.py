@@ -18,7 +18,7 @@ from fxrl.step import TrainStep
 from tests.capture.mixer import assert_matches_eager
 from tests.passes.layered import make_stack, square_loss
 
-PASSES = ("recompute", "offload", "tile-tokens")
+PASSES = ("recompute", "offload", "tile-tokens", "group-heads")
 MiB = 2**20
 
 

@@ -22,7 +22,7 @@ def asked():
     torch._dynamo.reset()
     with torch.device("meta"):
         model = make_stack(6, block=GatedBlock, width=64, heads=4, wide=256)
-    passes = ("recompute", "offload", "tile-tokens")
+    passes = ("recompute", "offload", "tile-tokens", "group-heads")
     config = fxrl.Config(passes=passes, compile_regions=False, host_memory="1GiB")
     batch = {"ids": torch.zeros(2, 2048, dtype=torch.long)}
     captures = explained(model, square_loss, batch, config, planned=True)[1]

@@ -13,7 +13,7 @@ KEPT, MOVING = "kept for the backward", "on the way to or from the host"
 
 
 def option(kept="products", *, gpu=0, host=0, sending=None, fetching=None):
-    choice = CutLayer(kept, "gpu", "host" if host else "gpu", 0, sending, fetching)
+    choice = CutLayer(kept, "gpu", "host" if host else "gpu", sending=sending, fetching=fetching)
     return Option(choice, gpu, host, 1.0, 2.0, 10, 10)
 
 

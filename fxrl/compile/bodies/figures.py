@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from fxrl.compile.bodies.variants import CompiledRegion
-from fxrl.ops.region import tile_bounds
+from fxrl.ir.graph import val_of
+from fxrl.ops.region import sum_dtype, tile_bounds
 from fxrl.planner.cost import seconds
 from fxrl.planner.memory_profile import MemoryProfile, nbytes, tensor_bytes
-from fxrl.planner.schedule import Kernel, Measure, kernels, result
+from fxrl.planner.schedule import Kernel, Measure, kernels, result, volume
 from fxrl.planner.target import Target
 
 fxrl = torch.ops.fxrl
@@ -47,9 +48,12 @@ class BodyProfile:
         self, inputs: Sequence[Tensor], measure: Measure, target: Target, tile: int = 0
     ) -> Figures:
         """Figures for the region's inputs, whose sizes ``measure`` knows. Of a tiled region with
-        ``tile`` rows per tile, the bytes are those of one tile and the seconds those of all."""
+        ``tile`` rows per tile, the bytes are those of one tile and the seconds those of all; of one
+        that runs in groups, the bytes are those beside its results and incoming gradients."""
         read = map(measure, self._built.sizes_of(inputs))
         sizes = dict(zip(self._built.traced.bound.names, read, strict=True))
+        if self._built.region.groups > 1:
+            return self._by_groups(sizes, target)
         if not tile:
             return self._at(sizes, target)
         bounds = tile_bounds(sizes["rows"], tile, self._built.min_rows)
@@ -58,6 +62,28 @@ class BodyProfile:
         return replace(
             found, forward_s=count * found.forward_s, backward_s=count * found.backward_s
         )
+
+    def _by_groups(self, sizes: dict[str, int], target: Target) -> Figures:
+        """Each group runs beside the sums of those before it."""
+        one, traced, region = self._at(sizes, target), self._built.traced, self._built.region
+        measure = traced.measure(sizes)
+        (output,) = traced.forward.graph.find_nodes(op="output")
+        pairs = zip(traced.input_examples, region.inputs, strict=True)
+        summed = [x for x, spec in pairs if spec.needs_grad and spec.split is None]
+        incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
+
+        def half(values: Sequence[Tensor], peak: int, seconds: float) -> tuple[int, float]:
+            results = sum(tensor_bytes(value, measure) for value in values)
+            sums = sum(
+                measure(volume(value)) * sum_dtype(value.dtype, region.groups).itemsize
+                for value in values
+            )
+            added = (results + 2 * sums) / target.bandwidth
+            return max(sums + peak - results, sums), region.groups * (seconds + added)
+
+        forward = half([*map(val_of, output.args[0])], one.forward_bytes, one.forward_s)
+        backward = half(summed, one.backward_bytes - incoming, one.backward_s)
+        return Figures(forward[0], backward[0], forward[1], backward[1], one.saved)
 
     def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:
         """The inputs and outputs of the region that the backward reads, each with its kind and its

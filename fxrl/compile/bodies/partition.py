@@ -35,6 +35,7 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.region import Cut
 from fxrl.ir.sizes import SizeTable
+from fxrl.ops.region import lookup
 
 Source = tuple[str, int]
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
@@ -92,12 +93,19 @@ def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
             made_by: Any = node.args[0] if is_call(node, operator.getitem) else node
-            kept = is_call(made_by, *KERNELS) or (
+            kept = _is_attention(made_by) or (
                 not rest_again and str(made_by.target) in _QUANTIZED_PRODUCTS
             )
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             if kept or rest_again:
                 node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))
+
+
+def _is_attention(node: Any) -> bool:
+    """Whether a call is an attention, or all that groups of heads make of one."""
+    if is_call(node, torch.ops.fxrl.region.default):
+        return lookup(str(node.args[1])).region.groups > 1
+    return is_call(node, *KERNELS)
 
 
 def _run_again(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -24,7 +24,15 @@ from fxrl.compile.bodies.trace import TracedBody
 from fxrl.ir.graph import Size, clone
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, regions_of
-from fxrl.ops.region import Body, RegionKernels, Strides, TensorFunction, register, registered
+from fxrl.ops.region import (
+    Body,
+    RegionKernels,
+    Strides,
+    TensorFunction,
+    group_part,
+    register,
+    registered,
+)
 
 aten = torch.ops.aten
 
@@ -127,8 +135,10 @@ class CompiledRegion(RegionKernels):
 
     @property
     def attention(self) -> str:
-        """Names of the kernels that run the first variant's attention."""
-        return ", ".join(kernels_of(self.traced.forward))
+        """Names of the kernels that run the first variant's attention, inside regions too."""
+        inside = (inner.attention for inner in self.inside.values())
+        names = [*kernels_of(self.traced.forward), *filter(None, inside)]
+        return ", ".join(dict.fromkeys(names))
 
     def begin(self) -> None:
         """Lower the halves now, those of the regions inside too. What makes their kernels goes on
@@ -161,7 +171,8 @@ class CompiledRegion(RegionKernels):
 
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         forward = self.region.forward if self.region.tiled else self.traced.forward
-        outputs: Sequence[Tensor] = forward(*inputs)
+        pairs = zip(inputs, self.region.inputs, strict=True)
+        outputs: Sequence[Tensor] = forward(*(group_part(x, spec, 0) for x, spec in pairs))
         return outputs
 
     def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
@@ -171,6 +182,8 @@ class CompiledRegion(RegionKernels):
         for spec in wanted:
             first = [named["rows"]] if spec.tiled else []
             rest = [self._bound.size(size, named) for size in spec.example.shape[len(first) :]]
+            if spec.split is not None:
+                rest[spec.split] *= self.region.groups
             grads.append(torch.empty([*first, *rest], dtype=spec.example.dtype, device=device))
         return grads
 

@@ -1,0 +1,231 @@
+"""Which part of a layer's attention a group of heads makes by itself.
+
+    %q = mm(%x, %wq)                                 [N, heads * D]     columns for each group
+    %o = scaled_dot_product_attention(%q, %k, %v)    [B, heads, T, D]   heads for each group
+    %y = mm(%o, %wo)                                 [N, H]             a sum over all groups
+
+From the products that make queries, keys and values, adapters' too, to those that sum over all
+heads, each group needs its rows or columns of the weights and nothing of the other groups: RoPE and
+norms of each head by itself lie between. What mixes heads there is a refusal.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxrl.analysis.attention import SDPA, options_of
+from fxrl.analysis.rows.rules import op_name
+from fxrl.analysis.shares import Share, SharedGraph, Step, step_of
+from fxrl.ir.graph import (
+    PRODUCTS,
+    TRANSPOSES,
+    Size,
+    as_node,
+    bound,
+    is_call,
+    is_quantized_product,
+    shape_of,
+)
+from fxrl.ir.remark import Refusal
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads(Share):
+    """The heads of a layer in groups, all of one size."""
+
+    one: ClassVar[str] = "head"
+    whole: ClassVar[str] = "layer"
+
+    groups: int = field(kw_only=True)
+
+    @property
+    def total(self) -> Size:
+        """The groups; how many heads each has is ``inner``'s business."""
+        return self.groups
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroups:
+    """What each group computes: ``found.steps``, of parts of the weights ``found.given``."""
+
+    groups: int
+    found: SharedGraph
+    sums: tuple[fx.Node, ...]  # the products that sum over all heads
+
+
+def kv_heads(graph: fx.Graph) -> int:
+    """How many heads of keys a layer's attention has, which is the most groups that there may be; 0
+    if it is not one call of PyTorch's attention."""
+    calls = graph.find_nodes(op="call_function", target=SDPA)
+    heads = shape_of(as_node(calls[0].args[1]))[-3:-2] if len(calls) == 1 else ()
+    return heads[0] if heads and isinstance(heads[0], int) else 0
+
+
+def find_head_groups(gm: fx.GraphModule, groups: int) -> HeadGroups:
+    """How ``groups`` groups of heads make the attention of a layer's graph. Raises ``Refusal`` if
+    they cannot."""
+    calls = gm.graph.find_nodes(op="call_function", target=SDPA)
+    if len(calls) != 1:
+        raise Refusal(f"{len(calls)} calls of scaled_dot_product_attention without a computed mask")
+    (attention,) = calls
+    if options_of(attention).get("dropout_p"):
+        raise Refusal("its dropout would draw other numbers", "set attention_dropout to 0")
+    if groups < 2 or kv_heads(gm.graph) % groups:
+        raise Refusal(f"{kv_heads(gm.graph)} heads of keys are not {groups} groups")
+    found = SharedGraph(gm, _weights(attention, groups))
+    walk = _Walk(found, attention, groups)
+    for node in gm.graph.nodes:
+        walk.visit(node)
+    if attention not in found.steps:
+        raise Refusal("no product makes its queries head by head", at=attention)
+    if not walk.sums:
+        raise Refusal("no product sums over its heads", at=attention)
+    return HeadGroups(groups, found, tuple(walk.sums))
+
+
+def _weights(attention: fx.Node, groups: int) -> dict[fx.Node, Share]:
+    """The weights that make queries, keys and values, with the dim that counts heads."""
+    weights: dict[fx.Node, Share] = {}
+    seen: set[fx.Node] = set()
+    for operand in attention.args[:3]:
+        products = set(_nearest_products(as_node(operand)))
+        for product in sorted(products):
+            if product in seen:
+                raise Refusal("one product makes queries, keys and values together", at=product)
+            if is_quantized_product(product):
+                raise Refusal("a quantised weight is not taken apart by heads", at=product)
+            if is_call(product, *_PRODUCTS):
+                weight, dim = _source(as_node(bound(product)["mat2"]), 1)
+                width = shape_of(weight)[dim]
+                if not isinstance(width, int) or width % groups:
+                    raise Refusal(f"{width} columns for {groups} groups of heads", at=product)
+                inner = width // groups
+                weights[weight] = Heads(dim, 0, groups, inner=inner, groups=groups)
+        seen |= products
+    return weights
+
+
+def _nearest_products(value: fx.Node) -> Iterator[fx.Node]:
+    """The products that a value is made of without another product between."""
+    seen, ahead = set[fx.Node](), [value]
+    while ahead:
+        node = ahead.pop()
+        if node in seen or is_call(node, aten.sym_size.int):
+            continue
+        seen.add(node)
+        if is_call(node, *PRODUCTS) or is_quantized_product(node):
+            yield node
+        else:
+            ahead += node.all_input_nodes
+
+
+def _source(matrix: fx.Node, dim: int) -> tuple[fx.Node, int]:
+    """The matrix that this one is the transpose of, and its dim there."""
+    while is_call(matrix, *TRANSPOSES) and len(shape_of(matrix)) == 2:
+        source = as_node(matrix.args[0])
+        turned = is_call(matrix, aten.t.default) or _swaps(matrix)
+        matrix, dim = source, 1 - dim if turned else dim
+    return matrix, dim
+
+
+def _swaps(node: fx.Node) -> bool:
+    given = bound(node)
+    if "dims" in given:
+        return [dim % 2 for dim in given["dims"]] == [1, 0]
+    return bool((given["dim0"] - given["dim1"]) % 2)
+
+
+class _Walk:
+    """Follows what is shared out among groups through a layer's graph."""
+
+    def __init__(self, found: SharedGraph, attention: fx.Node, groups: int) -> None:
+        self.sums: list[fx.Node] = []
+        self._found, self._attention, self._groups = found, attention, groups
+        self._behind: set[fx.Node] = set()  # what is computed from a sum over heads
+        found.shares |= found.given
+
+    def visit(self, node: fx.Node) -> None:
+        """Say how a group computes a node that reads what is shared out."""
+        shares = self._found.shares
+        reads = [arg for arg in node.all_input_nodes if shares.get(arg) is not None]
+        late = not self._behind.isdisjoint(node.all_input_nodes)
+        self._behind |= {node} if late else set()
+        if not reads or is_call(node, aten.sym_size.int):
+            return
+        if late:
+            raise Refusal("it brings heads together with what all of them make", at=node)
+        if is_call(node, operator.getitem):
+            parts: Any = shares[reads[0]]
+            shares[node] = parts[node.args[1]]
+            return
+        try:
+            step = self._step(node)
+            for share in step.needs.values():
+                if share.outer != 1:
+                    raise Refusal("its heads do not lie together")
+        except Refusal as refusal:
+            refusal.at = refusal.at or node
+            raise
+        self._found.steps[node], shares[node] = step, step.shares
+
+    def _step(self, node: fx.Node) -> Step:
+        if node.op == "output":
+            raise Refusal("the layer returns a value of heads")
+        if node is self._attention:
+            return self._attend(node)
+        if is_call(node, *_PRODUCTS) and (summed := self._summed(node)) is not None:
+            self.sums.append(node)
+            self._behind.add(node)
+            return summed
+        step = step_of(self._found, node)
+        shares = step.shares if isinstance(step.shares, tuple) else (step.shares,)
+        if any(s is not None and (s.start, s.length) != (0, self._groups) for s in shares):
+            raise Refusal(f"{op_name(node)} takes heads of a layer apart")
+        return step
+
+    def _summed(self, node: fx.Node) -> Step | None:
+        """A product that sums over heads, if it does, and the rows of its weight."""
+        given = bound(node)
+        left, right = as_node(given.get("mat1", given["self"])), as_node(given["mat2"])
+        share = self._found.share(left)
+        if share is None or share.dim != 1 or self._found.share(right) is not None:
+            return None
+        if given.get("beta", 1) != 1 or given.get("alpha", 1) != 1:
+            raise Refusal("the product of all heads is scaled")
+        return Step(None, needs={right: replace(share, dim=0)})
+
+    def _attend(self, node: fx.Node) -> Step:
+        """Queries, keys, values [B, heads, T, D], and a mask for all heads or for each."""
+        needs: dict[fx.Node, Share] = {}
+        for name, arg in zip(("queries", "keys", "values"), node.args[:3], strict=True):
+            operand = as_node(arg)
+            if len(shape_of(operand)) != 4:
+                raise Refusal("attention is not over [batch, heads, tokens, features]")
+            share, own = self._found.share(operand), self._by_heads(operand)
+            if share is None and name != "queries":
+                needs[operand] = own
+            elif share is None or share.dim != 1 or not share.alike(own):
+                raise Refusal(f"no product makes its {name} head by head")
+        mask = options_of(node).get("attn_mask")
+        if self._found.share(mask) is not None:
+            raise Refusal("attention's mask is computed from heads")
+        if mask is not None and len(shape_of(mask)) > 2 and shape_of(mask)[-3] != 1:
+            needs[mask] = self._by_heads(mask)
+        return Step(self._found.share(node.args[0]), needs=needs)
+
+    def _by_heads(self, value: fx.Node) -> Heads:
+        """A value [..., heads, T, D or T] in groups."""
+        dim = len(shape_of(value)) - 3
+        heads = shape_of(value)[dim]
+        if not isinstance(heads, int) or heads % self._groups:
+            raise Refusal(f"{heads} heads are not {self._groups} groups")
+        return Heads(dim, 0, self._groups, inner=heads // self._groups, groups=self._groups)

@@ -1,0 +1,237 @@
+"""Run a layer's attention a group of heads at a time, where the plan says so.
+
+    %q = mm(%x, %wq)                                 [N, heads * D]
+    %o = scaled_dot_product_attention(%q, %k, %v)    [B, heads, T, D]
+    %y = mm(%o, %wo)                                 [N, H]
+becomes, inside the layer's region,
+    %y = fxrl.region([%x, %wq, %wk, %wv, %wo])       one group of heads at a time, summed
+
+A region inside a region: its backward makes a group's queries, keys, values and attention again, so
+the heads of one group are alive, in both directions. What lies between the products is told by its
+structure (``analysis.head_groups``).
+
+NOTE [Why sums in fp32]: over all heads, the product that sums them and the gradient of the layer's
+rows are rounded once. Groups round each of their parts, so these are added in fp32, and the error
+stays that of one more rounding, whatever the number of groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from fxrl.analysis.head_groups import HeadGroups, find_head_groups
+from fxrl.analysis.shares import Share
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import (
+    Size,
+    as_node,
+    bound,
+    clone,
+    is_call,
+    is_tensor,
+    is_view,
+    last_input,
+    needs_grad,
+    replace_by,
+    share_views,
+    val_of,
+)
+from fxrl.ir.graph_pass import Applied, PassDoc, tidy
+from fxrl.ir.plan import CutLayer
+from fxrl.ir.region import (
+    InputSpec,
+    Region,
+    call_region,
+    differentiated,
+    mark_grads,
+    set_region,
+)
+from fxrl.ir.remark import Refusal
+from fxrl.ir.sizes import SizeTable
+from fxrl.passes.recompute import LayerPass, OutlinedLayer
+
+aten = torch.ops.aten
+#: Bodies whose attention was grouped, or why not, by the one they were made from and the groups.
+_GROUPED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule | Refusal]] = (
+    WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True)
+class GroupHeads(LayerPass):
+    """Run each layer's attention in groups of heads as the plan says."""
+
+    name: ClassVar[str] = "group-heads"
+    requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")
+    doc: ClassVar[PassDoc] = PassDoc(
+        "a layer that was outlined and whose plan says `head_groups`",
+        "all but one group's queries, keys, values, attention output and their gradients",
+        "the group's products and attention once more in backward, whatever else is kept; smaller "
+        "products; a sum over groups in fp32",
+        "something mixes the heads (a norm over the features of all of them, one product for "
+        "queries, keys and values), a weight is quantised, or the mask is computed in the kernel",
+    )
+
+    def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:
+        if not choice.head_groups:
+            return None
+        refused = None
+        for call in site.calls:
+            try:
+                set_region(call, group_heads(call.meta["region"], choice.head_groups))
+            except Refusal as refusal:
+                refused = refusal
+            else:
+                return Applied(f"attention runs in {choice.head_groups} groups of heads")
+        assert refused is not None
+        raise refused
+
+
+def group_heads(region: Region, groups: int) -> Region:
+    """The region with its attention in ``groups`` groups of heads. Raises ``Refusal`` if its heads
+    are not computed each by itself."""
+    known = _GROUPED.setdefault(region.forward, {})
+    key = (groups, *(spec.needs_grad for spec in region.inputs))
+    if key not in known:
+        try:
+            known[key] = _grouped(region, groups)
+        except Refusal as refusal:
+            known[key] = refusal
+    if isinstance(made := known[key], Refusal):
+        raise made
+    return replace(region, forward=made)
+
+
+def _grouped(region: Region, groups: int) -> fx.GraphModule:
+    """A copy of the region's graph that calls one of its heads in groups."""
+    gm = clone(region.forward)
+    mark_grads(gm.graph, region.inputs)
+    share_views(gm.graph)
+    found = find_head_groups(gm, groups)
+    body = _Body(found)
+    feeds, inner = body.feeds, body.region()
+    for node in gm.graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        _read_elsewhere(node, found)
+    with gm.graph.inserting_after(last_input(gm.graph)):
+        results = [val_of(node) for node in found.sums]
+        values = call_region(gm.graph, inner, feeds, 0, results)
+        builder = Builder(gm.graph)
+        for node, value in zip(found.sums, values, strict=True):
+            if "mat1" in (given := bound(node)):  # what it is added to is added once
+                value = builder.call(aten.add.Tensor, value, given["self"])
+            node.replace_all_uses_with(value)
+    tidy(gm)
+    return gm
+
+
+def _read_elsewhere(node: fx.Node, found: HeadGroups) -> None:
+    """Let a size of a group's value be read off another one."""
+    source = as_node(node.args[0])
+    if source in found.found.steps and source not in found.sums:
+        with node.graph.inserting_before(node):
+            size = SizeTable(node.graph).arg(node.meta["val"])
+        assert size is not None
+        replace_by(node, size)
+
+
+class _Body:
+    """What one group computes, as a graph of its own."""
+
+    def __init__(self, found: HeadGroups) -> None:
+        self._found, self._steps = found, found.found.steps
+        self._graph = fx.Graph()
+        self._places: dict[fx.Node, fx.Node] = {}
+        self._specs: list[InputSpec] = []
+        self.feeds: list[fx.Node] = []
+        self._parts: dict[tuple[fx.Node, int | None], fx.Node] = {}
+        for node, step in self._steps.items():
+            for arg in self._operands(node):
+                share = found.found.given.get(arg) or step.needs.get(arg)
+                if share is not None:
+                    self._feed(arg, share)
+                elif arg not in self._steps:
+                    self._feed(_looked_at(arg), None)
+        self._sizes = SizeTable(self._graph)
+        self._builder = Builder(self._graph)
+
+    def region(self) -> Region:
+        """The region of all groups."""
+        for node in self._steps:
+            self._places[node] = self._copy(node)
+        self._graph.output(tuple(self._places[node] for node in self._found.sums))
+        body = fx.GraphModule({}, self._graph)
+        pairs = zip(self._specs, differentiated(body), strict=True)
+        specs = tuple(replace(spec, needs_grad=spec.needs_grad and back) for spec, back in pairs)
+        return Region(body, specs, groups=self._found.groups)
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors that a group's node reads; of a product that sums over heads, the factors."""
+        given = bound(node)
+        skipped = given["self"] if node in self._found.sums and "mat1" in given else None
+        return [arg for arg in node.all_input_nodes if is_tensor(arg) and arg is not skipped]
+
+    def _feed(self, node: fx.Node, share: Share | None) -> None:
+        """An input of the body: a value of the layer, or a group's part of it."""
+        split = None if share is None else share.dim
+        if (node, split) in self._parts:
+            return
+        val = val_of(node)
+        if share is not None:
+            val = val.narrow(share.dim, 0, val.shape[share.dim] // self._found.groups)
+        kind = "shared" if split is None else "part"
+        place = self._graph.placeholder(f"{kind}_{len(self.feeds)}")
+        place.meta["val"] = val
+        trained = needs_grad(node) and val.is_floating_point()
+        self._specs.append(InputSpec(val, tiled=False, needs_grad=trained, split=split))
+        self.feeds.append(node)
+        self._parts[node, split] = place
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        step = self._steps[node]
+
+        def place(arg: fx.Node) -> Any:
+            share = self._found.found.given.get(arg) or step.needs.get(arg)
+            return self._value(arg) if share is None else self._parts[arg, share.dim]
+
+        call = self._builder.call
+        if node in self._found.sums:
+            left, right = self._operands(node)
+            return call(aten.mm.default, place(left), place(right))
+        if step.same is not None:
+            return self._places[step.same]
+        if step.sizes is not None and isinstance(step.shares, Share):
+            sizes = list(step.sizes)
+            sizes[step.shares.dim] = step.shares.size(self._found.groups)
+            expands = is_call(node, aten.expand.default)
+            target = node.target if expands else aten.reshape.default
+            return call(target, place(as_node(node.args[0])), [*map(self._size, sizes)])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), place)
+        return call(node.target, *args, **kwargs)
+
+    def _value(self, node: fx.Node) -> Any:
+        """A group's value, a size, or what is whole: looks at an input are made here."""
+        if not is_tensor(node):
+            return self._size(node.meta["val"])
+        if (node, None) in self._parts:
+            return self._parts[node, None]
+        if node not in self._places:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
+            self._places[node] = self._builder.call(node.target, *args, **kwargs)
+        return self._places[node]
+
+    def _size(self, size: Size) -> int | fx.Node:
+        if (found := self._sizes.arg(size)) is None:
+            raise Refusal(f"the size {size} is told by no input")
+        return found
+
+
+def _looked_at(node: fx.Node) -> fx.Node:
+    """The value that a whole operand looks at: its dims tell sizes that those of rows do not."""
+    while is_view(node) and is_tensor(source := node.args[0]):
+        node = source
+    return node
