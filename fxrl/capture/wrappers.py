@@ -83,18 +83,24 @@ def _misses(inner: nn.Module) -> Iterator[Remark]:
         kind, reason, cure = _closed(module)
         if kind and kind not in seen and type(module).forward is not _module_alone:
             seen.add(kind)
-            yield Remark(RemarkKind.MISSED, "capture", name or "model", "", reason, cure)
-    if "FSDP" not in seen and (sharded := _first_dtensor(inner)):
-        reason = (
-            "it is a DTensor (tensor parallel, or sharded by hand): its ops talk to other ranks, "
-            "which no region can hold"
-        )
-        cure = "give each rank a whole model, in DistributedDataParallel if there are several"
-        yield Remark(RemarkKind.MISSED, "capture", sharded, "", reason, cure)
+            yield _miss(name or "model", reason, cure or _cure_of_sharding(inner))
+    for name, parameter in inner.named_parameters() if not seen & _SHARDING else ():
+        if reason := _taken_apart(parameter):
+            yield _miss(name, reason, _cure_of_sharding(inner))
+            break
+
+
+def _miss(site: str, reason: str, cure: str) -> Remark:
+    return Remark(RemarkKind.MISSED, "capture", site, "", reason, cure)
+
+
+#: Kinds of wrappers that take parameters apart.
+_SHARDING = frozenset({"FSDP", "DeepSpeed"})
 
 
 def _closed(module: nn.Module) -> tuple[str, str, str]:
-    """Kind, reason and cure of a wrapper that Dynamo ends the graph at; empty for none."""
+    """Kind, reason and cure of a wrapper that Dynamo ends the graph at; empty for none, and no cure
+    where it is that of all sharding."""
     if isinstance(module, DistributedDataParallel):
         what = "its mixed precision" if module.mixed_precision is not None else "its forward"
         reason = f"DistributedDataParallel: {what} runs eagerly, so the logits leave the graph"
@@ -102,22 +108,58 @@ def _closed(module: nn.Module) -> tuple[str, str, str]:
     if isinstance(module, DataParallel) and len(module.device_ids) > 1:
         reason = "DataParallel copies the module to each device, which cannot be captured"
         return "DP", reason, "use DistributedDataParallel, one process for each device"
-    if _is_fsdp(module):
+    if _is_a(module, _REPLICATED):
+        reason = (
+            "replicate readies and tells its reducer in hooks around the module, where Dynamo ends "
+            "the graph: the logits leave it"
+        )
+        return "replicate", reason, f"wrap it in DistributedDataParallel instead, and {_WHOLE}"
+    if _is_a(module, _FSDP):
         reason = (
             "FSDP gathers and frees the parameters in hooks around each module, where Dynamo ends "
             "the graph: the logits leave it"
         )
-        return "FSDP", reason, "wrap the model in DistributedDataParallel, or leave FSDP off"
+        return "FSDP", reason, ""
+    if _is_a(module, _DEEPSPEED):
+        reason = (
+            "DeepSpeed's engine runs the module between timers and hooks of its own, where Dynamo "
+            "ends the graph, and its backward takes the loss from the caller"
+        )
+        return "DeepSpeed", reason, ""
     return "", "", ""
 
 
-def _first_dtensor(model: nn.Module) -> str:
-    """The name of a parameter that is one; empty without any."""
-    tensor = sys.modules.get("torch.distributed.tensor")  # likewise
-    kind = () if tensor is None else tensor.DTensor
-    return next((name for name, p in model.named_parameters() if isinstance(p, kind)), "")
+def _taken_apart(parameter: nn.Parameter) -> str:
+    """Why ops with a parameter cannot be captured; empty where they can."""
+    if _is_a(parameter, _DTENSOR):
+        return (
+            "it is a DTensor (tensor parallel, or sharded by hand): its ops talk to other ranks, "
+            "which no region can hold"
+        )
+    if hasattr(parameter, "ds_id"):
+        return "DeepSpeed's ZeRO 3 holds a part of it, and gathers it in hooks around each module"
+    return ""
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it is not loaded, nothing is wrapped
-    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+def _cure_of_sharding(model: nn.Module) -> str:
+    """Who shards weights means to save their memory; frozen ones may be shared out otherwise."""
+    whole = "give each rank a whole model, in DistributedDataParallel if there are several"
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return f"{whole}; torch's ZeroRedundancyOptimizer shares out the optimizer's states"
+    return (
+        f"{whole}; frozen weights that do not fit are shared out by fxrl.models.shard(model), or "
+        "model.sharded in fxrl train"
+    )
+
+
+#: Module and names of classes. Where the module is not loaded, nothing is one of them.
+_FSDP = ("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
+_REPLICATED = ("torch.distributed._composable.replicate", "DDP")
+_DEEPSPEED = ("deepspeed", "DeepSpeedEngine")
+_DTENSOR = ("torch.distributed.tensor", "DTensor")
+
+
+def _is_a(value: object, names: tuple[str, ...]) -> bool:
+    module, *classes = names
+    found = sys.modules.get(module)
+    return found is not None and isinstance(value, tuple(getattr(found, name) for name in classes))

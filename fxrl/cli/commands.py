@@ -245,6 +245,7 @@ def _outlook(args: Args, say: Say) -> show.Outlook:
     from fxrl.ir.plan import Moment, Plan
     from fxrl.planner.budget import FRAGMENTS, Budget, Limits, host_room
 
+    sharing = inputs.sharing_gpus(args)
     engine = ENGINE_BYTES if args.rollout else 0
     target = inputs.planned_target(args, engine)
     # What fits is no error where the question is what would.
@@ -276,12 +277,13 @@ def _outlook(args: Args, say: Say) -> show.Outlook:
         plan = plan.beside(moment, {"engine": engine})
         rollouts |= {fit.tokens: rollout(fit.tokens, drawn) for fit in fits}
     if args.gpus > 1:
-        plan = plan.followed_by(_sum_of_gradients(step.model, engine, shards))
-    return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts, args.gpus)
+        plan = plan.followed_by(_sum_of_gradients(step.model, engine, shards, sharing))
+    return show.Outlook(plan, whatif.advice(), fits, args.tokens, rollouts, args.gpus, sharing)
 
 
-def _sum_of_gradients(model: Any, engine: int, shards: int) -> Any:
-    """The moment behind the last backward, in which the ranks add their gradients up."""
+def _sum_of_gradients(model: Any, engine: int, shards: int, sharing: int) -> Any:
+    """The moment behind the last backward, in which the ranks add their gradients up; those that
+    share sequences beside their own."""
     from fxrl.distributed import sum_bytes
     from fxrl.engines.kv_cache import RolloutMemory
     from fxrl.ir.plan import Moment
@@ -289,7 +291,7 @@ def _sum_of_gradients(model: Any, engine: int, shards: int) -> Any:
     trained = [p for p in model.parameters() if p.requires_grad]
     held = RolloutMemory.of(model, 1, 1, available=0, engine=engine, state_shards=shards)
     parts = {name: size for name, size in held.parts.items() if name != "KV cache" and size}
-    gradients = sum(p.nbytes for p in trained)
+    gradients = sum(p.nbytes for p in trained) * (2 if sharing > 1 else 1)
     return Moment("sum", 0, {**parts, "gradients": gradients, "bucket": sum_bytes(trained)})
 
 

@@ -144,6 +144,17 @@ def _quantization(args: argparse.Namespace) -> Asked | None:
     return Quantization(asked, embeddings=True, head=True)
 
 
+def sharing_gpus(args: argparse.Namespace) -> int:
+    """How many of ``--gpus`` share a sequence: ``context_parallel`` of ``--config``."""
+    sharing = optimize_config(args.config).context_parallel
+    if args.gpus % sharing:
+        raise ConfigError(
+            f"context_parallel={sharing} lets {sharing} GPUs share each sequence, which does not "
+            f"divide --gpus {args.gpus}; give a multiple of {sharing}"
+        )
+    return sharing
+
+
 def _sharing(args: argparse.Namespace) -> int:
     """Ranks of which each has a part of the frozen weights."""
     if not args.lora:

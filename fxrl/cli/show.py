@@ -77,6 +77,7 @@ class Outlook:
     tokens: int  # of the batch's rows
     rollouts: Mapping[int, RolloutMemory]  # by the tokens of their sequences
     gpus: int = 1  # that train together, of which this is one
+    sharing: int = 1  # of them share a sequence
 
 
 def outlook(found: Outlook, *, as_json: bool) -> None:
@@ -104,6 +105,8 @@ def _outlook_table(found: Outlook) -> dict[str, Any]:
         told["rollout"] = own | {"gpu_bytes": sum(rollout.parts.values())}
     if found.gpus > 1:
         told["gpus"] = found.gpus
+    if found.sharing > 1:
+        told["context_parallel"] = found.sharing
     if found.fits:
         told["fits"] = [asdict(fit) | _at_once(found, fit) for fit in found.fits]
     return told
@@ -119,8 +122,9 @@ def _gpus_lines(found: Outlook) -> list[str]:
         return []
     parts = found.plan.timeline[-1].parts
     gradients, bucket = format_bytes(parts["gradients"]), format_bytes(parts["bucket"])
+    shared = f"{found.sharing} share each sequence" if found.sharing > 1 else "data parallel"
     return [
-        f"data parallel: this is one of {found.gpus} GPUs of a host, with 1/{found.gpus} of its "
+        f"{shared}: this is one of {found.gpus} GPUs of a host, with 1/{found.gpus} of its "
         f"memory; {gradients} of gradients are summed as the backward ends, {bucket} at once"
     ]
 

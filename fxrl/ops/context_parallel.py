@@ -33,8 +33,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import zip_longest
+from itertools import accumulate, groupby, zip_longest
 from math import prod
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +53,8 @@ dist: Any = torch.distributed  # much of it has no types
 _library: Any = torch.library
 T = TypeVar("T")
 _GROUPS: dict[int, Any] = {}
+#: Gradients are summed through a copy, which must not take as much memory as all of them do.
+SUMMED_BYTES = 2**29
 #: Its name since torch 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -385,15 +388,22 @@ head_to_seq.register_autograd(_head_to_seq_vjp, setup_context=_exchange_context)
     "fxrl::sum_over_ranks", mutates_args=(), schema="(Tensor[] x, int ranks) -> Tensor[]"
 )
 def sum_over_ranks(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """Sums over the ranks, in one all-reduce, 16-bit values in fp32."""
+    """Sums over the ranks, 16-bit values in fp32; as many at once as ``SUMMED_BYTES`` take."""
     wide = torch.float64 if any(part.dtype == torch.float64 for part in x) else torch.float32
-    flat = torch.cat([part.reshape(-1).to(wide) for part in x])
-    dist.all_reduce(flat, group=_group(ranks))
-    sums = torch.split(flat, [part.numel() for part in x])
-    return [
-        torch.empty_like(part).copy_(total.view(part.shape))
-        for part, total in zip(x, sums, strict=True)
-    ]
+    sums = [torch.empty_like(part) for part in x]
+    ends = accumulate(part.numel() * wide.itemsize for part in x)
+    numbered = zip((end // SUMMED_BYTES for end in ends), zip(x, sums, strict=True), strict=True)
+    for _, bucket in groupby(numbered, itemgetter(0)):
+        pairs = [pair for _, pair in bucket]
+        sizes = [part.numel() for part, _ in pairs]
+        flat = pairs[0][0].new_empty(sum(sizes), dtype=wide)
+        places = torch.split(flat, sizes)
+        for (part, _), place in zip(pairs, places, strict=True):
+            place.view(part.shape).copy_(part)
+        dist.all_reduce(flat, group=_group(ranks))
+        for (_, total), place in zip(pairs, places, strict=True):
+            total.copy_(place.view(total.shape))
+    return sums
 
 
 @sum_over_ranks.register_fake

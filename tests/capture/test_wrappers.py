@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,6 +20,7 @@ from fxrl import Config
 from fxrl.capture.wrappers import Wrapper
 from fxrl.errors import MissedRewriteError
 from fxrl.ir.on_miss import MissedRewriteWarning
+from fxrl.models import shard
 from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
@@ -93,11 +96,28 @@ def process(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     for kind, options in KINDS:
         as_ddp_does(rank, kind, options)
+    as_whole_weights_do(rank)
     if rank == 0:  # another process takes no part, so any communication would never end
         model = DistributedDataParallel(make_model(), broadcast_buffers=True, init_sync=False)
         assert optimize(model, policy_loss, CONFIG).explain(make_batch()).of_kind("applied")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def as_whole_weights_do(rank: int) -> None:
+    """The cure of sharding: frozen weights shared out, under DDP, the rewrite kept."""
+    torch._dynamo.reset()
+    model, whole = make_model(), make_model()
+    whole.load_state_dict(model.state_dict())
+    for one in (model, whole):
+        one.embed.requires_grad_(False)
+        one.head.requires_grad_(False)
+    model, whole = (DistributedDataParallel(one) for one in (shard(model), whole))
+    step, batch = optimize(model, policy_loss, CONFIG), make_batch(seed=rank)
+    for loss in (policy_loss(whole, batch), step(batch)):
+        loss.backward()
+    torch.testing.assert_close(model.module.mix.weight.grad, whole.module.mix.weight.grad)
+    assert fused(step)
 
 
 def test_ddp_in_two_processes(tmp_path: Path) -> None:
@@ -157,6 +177,31 @@ def tensor_parallel() -> nn.Module:
     )
 
 
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False)
+
+
+def sharded_frozen() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(frozen(make_model()), mesh=init_device_mesh("cpu", (1,)))
+
+
+def replicated() -> nn.Module:
+    from torch.distributed._composable import replicate
+
+    return replicate(make_model())
+
+
+def partitioned() -> nn.Module:
+    """As ``deepspeed.zero.Init`` leaves a model."""
+    model = frozen(make_model())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id = number  # type: ignore[attr-defined]
+    return model
+
+
 def nested() -> nn.Module:
     return nn.Sequential(DistributedDataParallel(make_model()))
 
@@ -166,10 +211,23 @@ def nested() -> nn.Module:
     [
         (two_devices, "DataParallel copies", "one process for each device"),
         (sharded, "FSDP gathers", "DistributedDataParallel"),
+        (sharded, "FSDP gathers", "ZeroRedundancyOptimizer"),
+        (sharded_frozen, "FSDP gathers", "fxrl.models.shard"),
         (tensor_parallel, "it is a DTensor", "give each rank a whole model"),
+        (partitioned, "ZeRO 3 holds a part", "fxrl.models.shard"),
+        (replicated, "replicate readies", "DistributedDataParallel instead"),
         (nested, "DistributedDataParallel: its forward", "wrap all of the model"),
     ],
-    ids=["data parallel", "fsdp2", "tensor parallel", "ddp inside"],
+    ids=[
+        "data parallel",
+        "fsdp2",
+        "fsdp2, whole",
+        "fsdp2, frozen",
+        "tensor parallel",
+        "zero 3",
+        "replicate",
+        "ddp inside",
+    ],
 )
 @pytest.mark.usefixtures("_alone")
 def test_a_closed_wrapper_is_a_miss_with_its_name_and_cure(make, words, cure) -> None:
@@ -183,8 +241,27 @@ def test_a_closed_wrapper_is_a_miss_with_its_name_and_cure(make, words, cure) ->
     assert cure in remark.cure
 
 
+def test_deepspeeds_engine_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DeepSpeedEngine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = make_model()
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    library = types.ModuleType("deepspeed")
+    library.DeepSpeedEngine = DeepSpeedEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed", library)
+    (remark,) = Wrapper(DeepSpeedEngine()).report.of_kind("missed")
+    assert "DeepSpeed's engine" in remark.reason
+    assert "a whole model" in remark.cure
+
+
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("make", [sharded, nested], ids=["fsdp2", "ddp inside"])
+@pytest.mark.parametrize(
+    "make", [sharded, nested, replicated], ids=["fsdp2", "ddp inside", "replicate"]
+)
 def test_the_numbers_of_a_closed_wrapper_are_eagers(make) -> None:
     torch._dynamo.reset()
     model = make()

@@ -207,3 +207,19 @@ def test_what_cannot_be(capsys, words, code, told):
     error = run(capsys, *words, code=code)
     assert told in error
     assert "error: " in error  # behind what was done until then, on a slow machine
+
+
+def test_gpus_that_share_each_sequence(capsys):
+    words = [*TINY, "--lora", "4", "--gpus", "4", "--host-memory", "1GiB"]
+    words += ["--gpu-memory", "256MiB", "--config"]
+    contexts = {}
+    for sharing in (1, 2):
+        told = json.loads(run(capsys, *words, f"context_parallel={sharing}", "--json"))
+        assert told.get("context_parallel", 1) == sharing
+        contexts[sharing] = told["max_context"]
+    assert contexts[2] > 1.5 * contexts[1]
+    assert "2 share each sequence: this is one of 4" in " ".join(
+        run(capsys, *words, "context_parallel=2").split()
+    )
+    why = "3 GPUs share each sequence, which does not divide --gpus 4"
+    assert why in run(capsys, *words, "context_parallel=3", code=2)

@@ -22,6 +22,7 @@ from fxrl.errors import FxrlError, PlanError
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import quantize
+from fxrl.ops import context_parallel
 from fxrl.ops.context_parallel import told_by_first
 from fxrl.step import TrainStep, optimize
 from tests.compile.shared_sequences import Model, batch_of, in_ranks, silent_group
@@ -399,3 +400,19 @@ def test_ranks_that_share_sequences_have_the_same_batch_and_weights():
             "weights: head.weight",
         ]
         assert all("ranks 0 and 1 of 2 that share sequences" in text for text in heard)
+
+
+def sums_of_gradients(most: int) -> list[list[float]]:
+    context_parallel.SUMMED_BYTES = most
+    rank = dist.get_rank()
+    kinds = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
+    given = [torch.full((n, 2), rank + n, dtype=kind) for n, kind in enumerate(kinds, 1)]
+    sums = torch.ops.fxrl.sum_over_ranks(given, 2)
+    assert [(s.dtype, s.shape) for s in sums] == [(g.dtype, g.shape) for g in given]
+    return [total.flatten().tolist() for total in sums]
+
+
+@pytest.mark.parametrize("most", [1, 40, 2**29])  # bytes: one by one, some, all at once
+def test_gradients_are_summed_some_at_a_time(most: int) -> None:
+    for found in in_ranks(2, partial(sums_of_gradients, most)):
+        assert found == [[2.0 * n + 1] * 2 * n for n in range(1, 5)]
