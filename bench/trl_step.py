@@ -42,6 +42,7 @@ import torch
 import fxrl
 from bench.lib import common, qwen
 from bench.lib.child import measured
+from fxrl.ir.on_miss import open_misses
 
 COLUMNS = (
     "kind",
@@ -213,7 +214,7 @@ def train(args: argparse.Namespace, kind: str, variant: str) -> dict[str, Any]:
     }
     if report is not None:
         found |= {
-            "missed": len(report.of_kind("missed")),
+            "missed": len(open_misses(report)),
             "report": [str(remark) for remark in report.remarks],
         }
     return found
