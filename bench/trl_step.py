@@ -42,6 +42,7 @@ import torch
 import fxrl
 from bench.lib import common, qwen
 from bench.lib.child import measured
+from fxrl.ir.on_miss import open_misses
 
 COLUMNS = (
     "kind",
@@ -213,7 +214,7 @@ def train(args: argparse.Namespace, kind: str, variant: str) -> dict[str, Any]:
     }
     if report is not None:
         found |= {
-            "missed": len(report.of_kind("missed")),
+            "missed": len(open_misses(report)),
             "report": [str(remark) for remark in report.remarks],
         }
     return found
@@ -265,6 +266,7 @@ def _by_trainer(
 def make_trainer(args: argparse.Namespace, kind: str, variant: str, folder: str) -> Any:
     """A trainer over a new model, configured as one would for TRL."""
     import trl
+    from datasets import Dataset
     from peft import LoraConfig
 
     from fxrl.models.tiny import tiny_tokenizer
@@ -280,20 +282,18 @@ def make_trainer(args: argparse.Namespace, kind: str, variant: str, folder: str)
         given["config"] = fxrl.Config(min_saved_bytes=0, gpu_memory=memory or None)
     if kind == "grpo":
         given |= {"reward_funcs": _reward, "rollout_func": _rollout(args.length)}
+    trainer, texts, tokenizer = getattr(home, cls), _texts(args, kind), tiny_tokenizer()
+    dtype = torch.float32 if name == "trl-fp32" else torch.bfloat16
+    model = _model(args, kind).to(dtype)
     if kind == "distill":
-        given["teacher_model"] = _teacher(args)
-    trainer = getattr(home, cls)
-    if kind == "distill":
-        trainer = _without_generation(trainer, args.length)
-    model = _model(args, kind)
-    if name == "trl-fp32":
-        model = model.float()
+        trainer = _without_generation(trainer, texts, tokenizer)
+        given["teacher_model"] = _teacher(args).to(dtype)
     torch.manual_seed(0)  # LoRA's factors
     return trainer(
         model=model,
         args=getattr(trl, f"{BY_TRL[kind]}Config")(folder, **_options(args, kind, name)),
-        train_dataset=_dataset(args, kind),
-        processing_class=tiny_tokenizer(),
+        train_dataset=Dataset.from_list(texts),
+        processing_class=tokenizer,
         peft_config=LoraConfig(
             r=args.rank,
             lora_alpha=args.rank,
@@ -333,17 +333,14 @@ def _options(args: argparse.Namespace, kind: str, name: str) -> dict[str, Any]:
     return options
 
 
-def _without_generation(trainer: type, length: int) -> type:
-    """``DistillationTrainer`` on letters in place of what the student would draw."""
+def _without_generation(trainer: type, texts: Sequence[dict[str, Any]], tokenizer: Any) -> type:
+    """``DistillationTrainer`` on given answers in place of what the student would draw."""
+    told = [f"{row['completion']}{tokenizer.eos_token}" for row in texts]
+    answers = dict(zip((row["prompt"] for row in texts), tokenizer(told)["input_ids"], strict=True))
 
     class Given(trainer):  # type: ignore[misc]
         def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
-            prompts = self.processing_class.batch_decode(prompt_ids)
-            answers = [
-                f"{_answer(text, length)}{self.processing_class.eos_token}" for text in prompts
-            ]
-            found: list[list[int]] = self.processing_class(answers)["input_ids"]
-            return found
+            return [answers[prompt] for prompt in tokenizer.batch_decode(prompt_ids)]
 
     return Given
 
@@ -428,11 +425,6 @@ def _letters(draw: random.Random, count: int, often: str = "etaoin") -> str:
     return "".join(draw.choices(string.ascii_lowercase, weights, k=count))
 
 
-def _answer(prompt: str, length: int) -> str:
-    """The same letters behind the same prompt; an end token fills the row of ``length``."""
-    return _letters(random.Random(prompt), length - 1 - len(prompt))
-
-
 def _rows_each(kind: str) -> int:
     """Sequences of a row of the data."""
     return 2 if kind in ("dpo", "reward_model") else 1
@@ -456,20 +448,14 @@ def _texts(args: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
             row["label"] = number % 2 == 0
             row["completion"] = _letters(draw, room, "etaoin" if row["label"] else "zqxjkv")
         elif kind == "distill":
-            row["completion"] = _answer(row["prompt"], length)
+            row["completion"] = _letters(draw, room)
         rows.append(row)
     return rows
 
 
-def _dataset(args: argparse.Namespace, kind: str) -> Any:
-    """Those for TRL."""
-    from datasets import Dataset
-
-    return Dataset.from_list(_texts(args, kind))
-
-
 def _rollout(length: int) -> Any:
-    """A ``rollout_func``: the same completions for the same prompt, whatever the policy."""
+    """A ``rollout_func``: the same completions for the same prompt, whatever the policy. Nothing
+    reads their log-probs."""
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         tokenizer = trainer.processing_class

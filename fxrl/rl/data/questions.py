@@ -10,6 +10,7 @@ import io
 import json
 import random
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,7 +275,10 @@ class PromptStream:
 
 
 def _reasoning_gym(config: DataConfig, name: str) -> RowSource:
-    gym = optional("reasoning_gym", f"data.reasoning_gym={name!r}")
+    with warnings.catch_warnings():
+        # Of a package of its own: Python says them where it compiles that, at the first import.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        gym = optional("reasoning_gym", f"data.reasoning_gym={name!r}")
     known = tuple(gym.factory.DATASETS)
     if name not in known:
         near = did_you_mean(name, known)

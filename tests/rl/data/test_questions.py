@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,25 @@ def test_reasoning_gym_mistakes(name, params, words):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError, match=words.replace("?", "\\?")):
         read_source(DataConfig(reasoning_gym=name, params=params, size=2))
+
+
+GYM = """
+from types import SimpleNamespace
+factory = SimpleNamespace(DATASETS=["sums"])
+def create_dataset(name, size, seed):
+    return [{"question": f"{n} + 1 {seed is 0}"} for n in range(size)]
+"""
+
+
+def test_what_python_says_of_reasoning_gyms_source_is_not_the_users(tmp_path, monkeypatch):
+    (tmp_path / "reasoning_gym.py").write_text(GYM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert len(read_source(DataConfig(reasoning_gym="sums", size=2)).rows) == 2
+    del sys.modules["reasoning_gym"]
+    assert not [str(one.message) for one in told]
 
 
 def test_a_dataset_folder_of_hugging_face(tmp_path):
