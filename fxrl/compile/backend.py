@@ -290,6 +290,8 @@ class Backend:
             log.info("compiling the step: body %d of %d", number + 1, len(regions))
             kernels = build_region(region, self._options, self.plan)
             built[id] = self._or_op_by_op(capture, kernels, CompiledRegion.begin)
+        if built:
+            log.info("compiling the step: kernels of %d bodies", len(built))
         for id, kernels in built.items():
             built[id] = self._or_op_by_op(capture, kernels, CompiledRegion.compile)
         return built

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxrl.ir.graph import needs_grad, val_of
 from fxrl.ops.linear_logprob import LossHead
@@ -31,12 +31,18 @@ def begin_heads(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[[], Non
 
     ``examples`` are the graph's inputs, as they are.
     """
-    asked = [one for one in heads_of(gm, examples) if one.head.hidden.is_cuda]
+    asked = [one for one in heads_of(gm, examples) if _is_on_gpu(one.head.weight)]
     if not asked:
         return lambda: None
     thread = threading.Thread(target=_run, args=(asked,), name="fxrl-heads", daemon=True)
     thread.start()
     return thread.join
+
+
+def _is_on_gpu(weight: Tensor) -> bool:
+    """Whether all of it lies there now: who gathers weights from shards lets go of the memory."""
+    plain = type(weight) in (Tensor, nn.Parameter)
+    return plain and weight.is_cuda and weight.untyped_storage().nbytes() >= weight.nbytes
 
 
 def _run(asked: Sequence[ForwardArguments]) -> None:
