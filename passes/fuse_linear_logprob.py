@@ -23,8 +23,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.analysis.logprob.algebra import LogprobAlgebra
+from fxrl.analysis.logprob.algebra import HIT, LogprobAlgebra
 from fxrl.analysis.logprob.forms import Transform
+from fxrl.analysis.logprob.targets import equal
 from fxrl.analysis.rows.analysis import HeadSite, RowProgram
 from fxrl.analysis.rows.cost import eager_bytes
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
@@ -155,12 +156,7 @@ class _Emission:
         for index, name in enumerate(OUTPUTS):
             if name in self.algebra.stats:
                 self.stats[name] = self.call(operator.getitem, call, index)
-        if "argmax_hit" in self.stats and not self.algebra.picked:  # what was moved inside misses
-            assert self.algebra.target is not None
-            asked = self._flat(self.emit(self.algebra.target))
-            inside = self.call(aten.eq.Tensor, asked, target)
-            hit = self.stats["argmax_hit"]
-            self.stats["argmax_hit"] = self.call(aten.logical_and.default, hit, inside)
+        self.target = target
 
     def _held(self, head: RowExpr, hidden: fx.Node) -> dict[str, Any]:
         """How a head is held that is read in pieces."""
@@ -197,6 +193,15 @@ class _Emission:
             return rows
         return self.emitter.call(aten.reshape.default, rows, [-1])
 
+    def _hit(self, ids: RowExpr) -> fx.Node:
+        """Whether the best token is that of ``ids``; none is where they were moved inside."""
+        hit, target = self.stats["argmax_hit"], self.algebra.target
+        assert target is not None
+        if self.algebra.picked and equal(target, ids, self.algebra.vocab):
+            return hit
+        inside = self.call(aten.eq.Tensor, self._flat(self.env[id(ids)]), self.target)
+        return self.call(aten.logical_and.default, hit, inside)
+
     def _temperature(self, hidden: fx.Node, transform: Transform) -> fx.Node | None:
         if transform.temperature is not None:
             given = self._flat(self.emit(transform.temperature))
@@ -222,6 +227,8 @@ class _Emission:
             return self.emitter.feed(expr.leaf)
         if expr.target == "stat":
             return self.stats[expr.args[0]]
+        if expr.target == HIT:
+            return self._hit(expr.args[0])
         args = [as_argument(arg, self.env) for arg in expr.args]
         kwargs = {name: as_argument(value, self.env) for name, value in expr.kwargs}
         return self.call(expr.target, *args, **kwargs)

@@ -22,6 +22,7 @@ from fxrl.ir.graph import (
     is_call,
     is_tensor,
     shape_of,
+    skip_whole_slices,
     tensor_val,
 )
 
@@ -92,17 +93,11 @@ def before_repeat(node: Any) -> fx.Node | None:
     if not is_call(inner, aten.expand.default) or len(shape_of(inner)) != 5:
         return None
     heads = shape_of(inner)[1] * shape_of(inner)[2]
-    inner = _skip_whole_slices(inner.args[0])
+    inner = skip_whole_slices(inner.args[0])
     if not is_call(inner, aten.unsqueeze.default) or inner.args[1] != 2:
         return None
-    source: Any = _skip_whole_slices(inner.args[0])
+    source: Any = skip_whole_slices(inner.args[0])
     return source if isinstance(heads, int) and heads == shape_of(node)[1] else None
-
-
-def _skip_whole_slices(node: Any) -> Any:
-    while is_call(node, aten.slice.Tensor) and node.args[2:] == (0, 2**63 - 1):
-        node = node.args[0]
-    return node
 
 
 # ---------------------------------------------------------------------------- the proof

@@ -22,6 +22,7 @@ import torch
 import torch._dynamo
 from torch._dynamo import pgo  # which values varied, to be symbols
 from torch._decomp import get_decompositions as get_decompositions  # losses opened into their parts
+from torch._decomp import decomposition_table  # what ops of sizes that vary are computed by
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # composite ops over symbols
 from torch._dynamo.callback import callback_handler  # called when a compilation begins and ends
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
@@ -29,6 +30,8 @@ from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's 
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
+from torch._prims_common.wrappers import elementwise_type_promotion_wrapper as type_promotion
 from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # under which tensors are made that have no storage
@@ -72,6 +75,9 @@ def fake_like(fake: FakeTensor) -> FakeTensor:
     weights of 35 layers with LoRA.
     """
     return FakeTensor(fake.fake_mode, memory_like(fake, "meta"), fake.device)
+
+
+TO_FLOAT = ELEMENTWISE_TYPE_PROMOTION_KIND.INT_TO_FLOAT
 
 
 _describe = proxy_tensor._extract_tensor_metadata
@@ -134,15 +140,43 @@ def without_functionalize_key() -> Any:
 
 def equate(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     """Let two sizes be known as equal from here on, which is for the graph to check; whether one of
-    them is a symbol that data decides, for which the other can stand."""
+    them tells a symbol that data decides, for which what is left can stand: of ``u0 - 8`` and
+    ``u1 - 8`` u0."""
     if isinstance(left, int) or isinstance(right, int):
         return False
-    for size, other in ((right, left), (left, right)):
-        symbol, expr = size.node.expr, other.node.expr
-        if symbol.is_Symbol and not size.node.has_hint() and symbol not in expr.free_symbols:
-            size.node.shape_env._set_replacement(symbol, expr, "checked")
+    env, apart = left.node.shape_env, (left.node.expr - right.node.expr).expand()
+    for symbol in sorted(apart.free_symbols, key=str):
+        times = apart.coeff(symbol)
+        rest = (apart - times * symbol).expand()
+        alone = times in (1, -1) and symbol not in rest.free_symbols
+        if alone and env.is_unbacked_symint(symbol):
+            env._set_replacement(symbol, -times * rest, "checked")
             return True
     return False
+
+
+@type_promotion(type_promoting_args=("x",), type_promotion_kind=TO_FLOAT)
+def _logsumexp(x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
+    dims = dim if isinstance(dim, Iterable) else (dim,)
+    if any(x.shape[d] == 0 for d in dims):
+        return torch.sum(torch.exp(x), dim, keepdim).log()
+    most = torch.amax(x, dim, keepdim=True)
+    most = torch.masked_fill(most, most.abs() == float("inf"), 0)
+    total = torch.sum(torch.exp(x - most), dim, keepdim)
+    return total.log().add(most if keepdim else torch.squeeze(most, dim))
+
+
+@contextmanager
+def sizes_from_data() -> Iterator[None]:
+    """Inside, a log-sum-exp may be taken of as many rows as data says. What torch makes of one for
+    sizes that vary asks whether there is any entry at all; here it asks that of ``dim`` alone."""
+    op = torch.ops.aten.logsumexp.default
+    own = decomposition_table[op]
+    decomposition_table[op] = _logsumexp
+    try:
+        yield
+    finally:
+        decomposition_table[op] = own
 
 
 def guarded_names() -> set[str]:

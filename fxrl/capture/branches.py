@@ -63,7 +63,13 @@ class Branches:
         return taken, left, self._off
 
     def follow(
-        self, trace: object, place: Place, likely: int, where: Callable[[], StackSummary]
+        self,
+        trace: object,
+        place: Place,
+        likely: int,
+        where: Callable[[], StackSummary],
+        *,
+        once: bool = False,
     ) -> tuple[int, int] | None:
         """The number of a branch and what its value is taken for; None to end the graph there.
 
@@ -72,10 +78,11 @@ class Branches:
             place: code and offset of a jump; file and line of a loop over rows.
             likely: the value to begin with.
             where: tells its place in the user's code.
+            once: whether it is one branch however often the trace comes by.
         """
         if self._trace() is not trace:
             self._trace, self._passed = weakref.ref(trace), Counter()
-        site = place, self._passed[place]
+        site = place, 0 if once else self._passed[place]
         self._passed[place] += 1
         if self._off or self._passed[place] > _MOST or self._is_left(site):
             return None

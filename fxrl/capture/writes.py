@@ -12,6 +12,7 @@ to. Names tell less: ``relu(w, inplace=True)``, ``clamp(..., out=w)``, ``embeddi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fxrl.analysis.saved_tensors import read_later
 from fxrl.capture._torch import (
     FunctionalTensor,
     FunctionalTensorMode,
+    TorchDispatchMode,
     from_functional,
     has_effects,
     sync,
@@ -108,6 +110,8 @@ class Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
         """What a call will write into unseen by autograd, and what is there now."""
         found = {}
         for tensor in _written(func, args, kwargs):
+            if not isinstance(tensor, FunctionalTensor):
+                continue
             if self.recording and not self.is_apart(tensor):
                 continue
             if self.recording:
@@ -118,16 +122,14 @@ class Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def _written(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[FunctionalTensor]:
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors whose memory a call of an op writes into."""
     if torch.Tag.inplace_view in func.tags:  # ``x.unsqueeze_(0)`` looks at it otherwise
         return
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (x for x in pytree.tree_leaves(given) if isinstance(x, FunctionalTensor))
+            yield from (x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
 
 
 def _alike(tensor: torch.Tensor, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,3 +194,38 @@ def _old_of_write(node: fx.Node) -> fx.Node | None:
     old, detached = node.args[0].args[:2]
     same = is_call(detached, aten.detach.default) and detached.args[0] is old
     return old if same and isinstance(old, fx.Node) else None
+
+
+# ---------------------------------------------------------------------------- taken back
+@contextmanager
+def undone(args: Sequence[Any]) -> Iterator[None]:
+    """Behind it, tensors hold what they held before, whatever was written into them."""
+    writes = _Writes(args)
+    try:
+        with writes:
+            yield
+    finally:
+        for tensor, values in writes.before:
+            tensor.copy_(values)
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies what is in tensors ahead of the first write into their memory."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held: dict[int, list[torch.Tensor]] = {}
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                self._held.setdefault(_memory(arg), []).append(arg)
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _written(func, args, kwargs or {}):
+            held = self._held.pop(_memory(tensor), [])
+            self.before += [(one, one.clone()) for one in held]
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

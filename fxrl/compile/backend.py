@@ -28,6 +28,7 @@ from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.lower import lower
 from fxrl.capture.shared_bodies import share_bodies
+from fxrl.capture.writes import undone
 from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
@@ -362,14 +363,26 @@ class _Guarded:
 
     def _check(self, *args: Any) -> None:
         """Raises ``CheckFailedError`` where the program's order has one first: in the rewritten
-        graph what a check stands before may run ahead of it, and index where nothing is."""
+        graph what a check stands before may run ahead of it, and index where nothing is; and what
+        is said of sizes is asserted as soon as these are known."""
+        _as_written(self._gm)
         try:
-            with torch.no_grad():
-                _as_written(self._gm)(*args)
+            with torch.no_grad(), undone(args):
+                _Unasserted(self._gm).run(*args)
         except CheckFailedError:
             raise
         except Exception:  # what failed is no matter of a check
             return
+
+
+class _Unasserted(fx.Interpreter):
+    """Runs a graph without what it asserts of sizes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        return None if n.target in _ASSERTS else super().run_node(n)
+
+
+_ASSERTS = (torch.ops.aten._assert_scalar.default, torch._check)
 
 
 def _hands_on_sizes(capture: Capture) -> bool:

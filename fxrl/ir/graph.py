@@ -89,6 +89,13 @@ def is_view(node: object) -> bool:
     )
 
 
+def skip_whole_slices(node: Any) -> Any:
+    """What ``x[:]`` is taken of, however often."""
+    while is_call(node, aten.slice.Tensor) and node.args[2:] == (0, 2**63 - 1):
+        node = node.args[0]
+    return node
+
+
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that compute with a value or with views of it; views themselves are left out."""
     for user in node.users:

@@ -85,6 +85,17 @@ def chunks(model: nn.Module, batch: Any) -> Tensor:
     return total / len(rows)
 
 
+def parts(model: nn.Module, batch: Any) -> Tensor:
+    """The same tokens in parts of eight, their ids too, and in three parts: of two or of four."""
+    logits, ids = model(batch["ids"], batch["high"])[:, :-1], batch["ids"][:, 1:]
+    counts = batch["high"].any() | (torch.arange(ids.shape[1]) < 2).expand(ids.shape)
+    rows, ids = logits[counts], ids[counts]
+    pairs = zip(torch.split(rows, 8), ids.split(8), strict=True)
+    losses = [nn.functional.cross_entropy(*pair, reduction="none") for pair in pairs]
+    sums = [part.logsumexp(-1) for part in rows.chunk(3)]
+    return torch.cat(losses).mean() + torch.cat(sums).square().mean()
+
+
 def assert_runs_as_eager(loss: Any, wanted: list[bool], config: Any = CONFIG) -> Any:
     torch.manual_seed(0)
     model = Deciding()
@@ -104,7 +115,7 @@ def assert_runs_as_eager(loss: Any, wanted: list[bool], config: Any = CONFIG) ->
     return step
 
 
-@pytest.mark.parametrize("loss", [early, entries, rows, kinds, chunks])
+@pytest.mark.parametrize("loss", [early, entries, rows, kinds, chunks, parts])
 def test_a_branch_costs_no_rewrite_and_goes_each_way_once(loss):
     step = assert_runs_as_eager(loss, [False, False, True, False])
     assert captures(step) == 2

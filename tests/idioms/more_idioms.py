@@ -100,6 +100,22 @@ def labels_clamped_then_masked(hidden, weight, ids, mask):
 
 
 @shape(APPLY)
+def labels_of_minus_one_indexed(hidden, weight, ids, mask):
+    """An index of -1 is the vocabulary's last entry, which the mask leaves out."""
+    lp, m = head(hidden, weight).log_softmax(-1).flatten(0, 1), mask[:, 1:].flatten()
+    labels = torch.where(m == 1, ids[:, 1:].flatten(), -1)
+    hits = (lp.argmax(-1) == labels).to(m)
+    return -_mean(lp[torch.arange(len(lp)), labels] * (1 + hits), m)
+
+
+@shape(APPLY)
+def labels_of_minus_one_indexed_among_the_best(hidden, weight, ids, mask):
+    lp, m = head(hidden, weight).flatten(0, 1).topk(20).values.log_softmax(-1), mask[:, 1:]
+    labels = torch.where(m == 1, ids[:, 1:] % 20, -1).flatten()
+    return -lp[torch.arange(len(lp)), labels].mean()
+
+
+@shape(APPLY)
 def labels_flipped(hidden, weight, ids, mask, adv):
     lp = _logp(head(hidden, weight), ids[:, 1:].flip(1))
     return _pg(lp, mask, adv)
@@ -497,6 +513,23 @@ def last_valid_token(hidden, weight, ids, mask, adv):
 def logits_compacted_by_mask(hidden, weight, ids, mask):
     keep = mask[:, 1:].bool()
     return F.cross_entropy(head(hidden, weight)[keep], ids[:, 1:][keep])
+
+
+@shape(APPLY)
+def logits_compacted_twice(hidden, weight, ids, mask):
+    z, keep = head(hidden, weight), mask[:, 1:] == 1
+    lse = z[keep].logsumexp(-1)
+    lp = z[keep].gather(-1, ids[:, 1:][keep][:, None])[:, 0] - lse
+    return -lp.mean() + 1e-3 * (lse**2).mean()
+
+
+@shape(APPLY)
+def logits_compacted_and_in_parts(hidden, weight, ids, mask):
+    keep = mask[:, 1:] == 1
+    z, ids = head(hidden, weight)[keep], ids[:, 1:][keep]
+    logps = torch.cat([_logp(*part) for part in zip(z.split(8), ids.split(8), strict=True)])
+    entropies = [c.logsumexp(-1) - (c.softmax(-1) * c).sum(-1) for c in torch.chunk(z, 3)]
+    return -logps.mean() - 0.01 * torch.cat(entropies).mean()
 
 
 @shape(APPLY)

@@ -103,6 +103,33 @@ def cross_entropy_with_padding(hidden, weight, ids):
     return F.cross_entropy(F.linear(hidden, weight), labels)
 
 
+def labels_that_are_made_safe_in_several_ways(hidden, weight, ids):
+    """All pick and compare by one target, as labels of -1 are no tokens."""
+    labels = torch.where(ids % 3 == 0, -1, ids)
+    logits = F.linear(hidden, weight)
+    written = labels.clone()
+    written[labels == -1] = 0
+    loss = F.cross_entropy(logits, labels.view(-1), ignore_index=-1)
+    loss = loss - pick(logits.softmax(-1), labels.clamp(min=0)).sum()
+    for compared in (labels, written, labels[:]):
+        loss = loss * (1 + (logits.argmax(-1) == compared).sum())
+    return loss - pick(logits, written).sum()
+
+
+def labels_that_count_from_the_end(hidden, weight, ids):
+    labels = torch.where(ids % 3 == 0, ids - 32, ids)
+    logps = F.linear(hidden, weight).log_softmax(-1)
+    hits = (logps.argmax(-1) == labels).sum()
+    return logps[torch.arange(6), labels].sum() * (1 + hits)
+
+
+def categorical_of_divided_logits(hidden, weight, ids):
+    policy = torch.distributions.Categorical(
+        logits=F.linear(hidden, weight) / 0.7, validate_args=False
+    )
+    return (policy.log_prob(ids) + policy.entropy()).sum()
+
+
 def detached_metric(hidden, weight, ids):
     logps = F.linear(hidden, weight).log_softmax(-1)
     with torch.no_grad():
@@ -148,7 +175,10 @@ def logs_statistics_of_all_logits(hidden, weight, ids):
         everything_at_once,
         stable_by_hand,
         categorical,
+        categorical_of_divided_logits,
         cross_entropy_with_padding,
+        labels_that_are_made_safe_in_several_ways,
+        labels_that_count_from_the_end,
         detached_metric,
     ],
     ids=lambda loss: loss.__name__,
@@ -177,6 +207,13 @@ def two_temperatures(hidden, weight, ids):
 def two_targets(hidden, weight, ids):
     logps = F.linear(hidden, weight).log_softmax(-1)
     return (pick(logps, ids) + pick(logps, 31 - ids)).sum()
+
+
+def a_hit_at_another_padding(hidden, weight, ids):
+    """Ids behind a mask of their own are tokens there as well."""
+    logits = F.linear(hidden, weight)
+    hits = (logits.argmax(-1) == ids).to(logits)
+    return (pick(logits.log_softmax(-1), ids.masked_fill(ids > 9, 0)) * hits).sum()
 
 
 def several_entries(hidden, weight, ids):
@@ -213,6 +250,7 @@ def mixes_tokens(hidden, weight, ids):
 MISSES = {
     two_temperatures: "two different transforms of the logits are reduced",
     two_targets: "log-probs of two different targets are taken",
+    a_hit_at_another_padding: "log-probs of two different targets are taken",
     several_entries: "several entries per token are gathered",
     top_k: "<built-in function getitem> over the vocabulary is another statistic",
     maximum: "the gradient of a maximum over the vocabulary is asked for",

@@ -25,11 +25,15 @@ from fxrl.analysis.logprob.forms import (
     as_number,
     finite,
 )
+from fxrl.analysis.logprob.targets import agree
 from fxrl.analysis.rows.expr import ExprPool, RowExpr
-from fxrl.ir.graph import bound, is_call, numel_hint, shape_of
+from fxrl.ir.graph import bound, numel_hint, shape_of
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
+
+#: Whether the best token is that of ``args[0]``, ids that may lie outside of the vocabulary.
+HIT = "hit"
 
 
 class LogprobAlgebra:
@@ -39,7 +43,7 @@ class LogprobAlgebra:
         vocab: size of the vocabulary.
         target: the ids whose log-prob is taken, ``[n]`` or ``[n, 1]``, once seen.
         picked: whether an entry is picked by them. Else they were compared with alone, and may lie
-            outside of the vocabulary, as labels of tokens that do not count do.
+            outside of the vocabulary, as labels do that a loss ignores.
         transform: the logits that all statistics are of, once seen.
         stats: name of each statistic used -> whether it is differentiated.
     """
@@ -129,7 +133,7 @@ class LogprobAlgebra:
 
     def fitted(self, form: Affine, transform: Transform | None) -> Affine:
         """``a z`` as plain logits of ``transform``, where these are ``a`` times as large as z."""
-        if form.a == 1 or form.k or form.r is not None:
+        if form.a == 1 or form.k:
             return form
         scaled = self.unit(form)
         fits = transform is None or scaled.transform.key() == transform.key()
@@ -192,10 +196,11 @@ class LogprobAlgebra:
         for best, ids in ((left, right), (right, left)):
             if best.target is aten.argmax.default and not self.reads_head(ids):
                 form = self.fitted(self.affine(best.args[0], False), self.transform)
-                if form.a <= 0 or not self.same_target(ids):
+                if form.a <= 0:
                     raise Refusal("argmax over the vocabulary is another statistic")
+                self.aim(ids)
                 self.stat("argmax_hit", form.transform, False)
-                return self.pool.call("stat", "argmax_hit")
+                return self.pool.call(HIT, ids)
         return None
 
     def local_sizes(self, expr: RowExpr) -> tuple[int, ...]:
@@ -238,7 +243,7 @@ class LogprobAlgebra:
             if expr.leaf.tiled:
                 return math.prod(expr.leaf.local_sizes) == 1
             return numel_hint(expr.leaf.node) == 1
-        if expr.target == "stat":
+        if expr.target in ("stat", HIT):
             return True
         operands = list(expr.operands())
         if not operands:  # a constant made in the region
@@ -255,24 +260,18 @@ class LogprobAlgebra:
         parts = [part for part in index.operands() if part.leaf is None or part.leaf.tiled]
         return bool(parts) and all(self.one_per_row(part) for part in parts)
 
-    def same_target(self, index: RowExpr) -> bool:
-        """Whether ``index`` are the ids whose log-prob is taken; the first seen are."""
-        while index.target is aten.reshape.default:
-            index = index.args[0]
-        if self.target is None:
-            self.target = index
-        return self.target is index or _origin(self.target) == _origin(index)
-
-
-def _origin(index: RowExpr) -> tuple[object, ...] | None:
-    """The value that ids are views of, dims of size 1 aside."""
-    leaf = index.leaf
-    if leaf is None or leaf.prepare:
-        return (id(index),)
-    node = leaf.node
-    while is_call(node, aten.unsqueeze.default, aten.squeeze.dim):
-        node = node.args[0]  # type: ignore[assignment]
-    return (node, str(leaf.steps))
+    def aim(self, ids: RowExpr) -> None:
+        """Take ``ids`` for those whose log-prob is taken. Raises ``Refusal`` if these are others;
+        they may differ outside of the vocabulary, as labels do that a loss ignores."""
+        while ids.target is aten.reshape.default:
+            ids = ids.args[0]
+        if self.target is not None and agree(self.target, ids, self.vocab, picked=self.picked):
+            return
+        if self.target is not None and (
+            self.picked or not agree(ids, self.target, self.vocab, picked=False)
+        ):
+            raise Refusal("log-probs of two different targets are taken")
+        self.target = ids
 
 
 # ---------------------------------------------------------------------- what an op makes of forms
@@ -433,6 +432,7 @@ def _shifted(
     if not algebra.reads_head(other) and _is_vocab_vector(algebra, other):
         return _biased(algebra, form, other, sign)
     row = algebra.per_row(algebra.narrow(other, attached))
+    form = algebra.fitted(form, algebra.transform)
     row = algebra.scale(row, sign / form.a)
     return replace(form, r=row if form.r is None else algebra.add(form.r, row))
 
@@ -560,8 +560,7 @@ def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
     if algebra.reads_head(index) or not algebra.one_per_row(index):
         raise Refusal("several entries per token are gathered")
     form = algebra.form(source, attached)
-    if not algebra.same_target(index):
-        raise Refusal("log-probs of two different targets are taken")
+    algebra.aim(index)
     algebra.picked = True
     if isinstance(form, Affine):
         value = _picked(algebra, form)

@@ -149,6 +149,8 @@ def expand(rules: RowRules, node: fx.Node) -> RowValue:
         for tag, was, new in zip(old_tags, old, sizes, strict=True)
     ):
         raise Refusal("rows are expanded to other tokens")
+    if offset == 0 and all(map(rules.same_size, old, sizes)):
+        return value
     tags = rules.resized(old_tags, sizes)
     lined = reshaped(rules, value, tags, old)
     target = [-1] + [static(s) for s, t in zip(sizes, tags, strict=True) if t != TOKEN]
@@ -229,18 +231,17 @@ def _picked(
         return reshaped(rules, value, tags, sizes)
     own, expr = value.local_dim(dim), value.expr
     if is_call(index, aten._local_scalar_dense.default):  # ``logp[i, t, ids[i, t]]``
-        at = _from_the_start(rules, index.args[0], static(value.sizes[dim]))
+        position = rules.pool.call(aten.reshape.default, _ids(rules, as_node(index.args[0])), (1,))
+        at = _from_the_start(rules, position, value.sizes[dim])
         expr, index = rules.pool.call(aten.index_select.default, expr, own, at), 0
     return RowValue(rules.pool.call(aten.select.int, expr, own, index), tags, sizes)
 
 
-def _from_the_start(rules: RowRules, position: Any, size: int) -> RowExpr:
-    """One position in a local dim, which may count from its end."""
-    at = rules.pool.call(aten.reshape.default, _ids(rules, position), (1,))
+def _from_the_start(rules: RowRules, at: RowExpr, size: Size) -> RowExpr:
+    """Positions in a local dim, which indexing counts from its end where they are negative."""
     from_the_end = rules.pool.call(aten.lt.Scalar, at, 0)
-    return rules.pool.call(
-        aten.where.self, from_the_end, rules.pool.call(aten.add.Scalar, at, size), at
-    )
+    moved = rules.pool.call(aten.add.Scalar, at, static(size))
+    return rules.pool.call(aten.where.self, from_the_end, moved, at)
 
 
 def unbind(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
@@ -566,6 +567,7 @@ def _index_tokens(
     if rest or covered != len(count):
         raise Refusal("one entry per row is picked, and other dims are kept")
     picks = operand(rules, local[0][1], row_tags, sizes, each=True)
+    picks = _from_the_start(rules, picks, value.local_sizes[0])
     picks = rules.pool.call(aten.reshape.default, picks, (-1, 1))
     gathered = rules.pool.call(aten.gather.default, expr, 1, picks)
     entry = rules.pool.call(aten.select.int, gathered, 1, 0)
@@ -630,9 +632,7 @@ def _write_entries(rules: RowRules, node: fx.Node, value: RowValue, ids: fx.Node
         )
         for one in (ids, given["values"])
     )
-    # An index counts from the end where it is negative; those of a scatter may not.
-    from_end = rules.pool.call(aten.add.Scalar, at, static(value.sizes[1]))
-    at = rules.pool.call(aten.where.self, rules.pool.call(aten.lt.Scalar, at, 0), from_end, at)
+    at = _from_the_start(rules, at, value.sizes[1])
     write = aten.scatter_add.default if given["accumulate"] else aten.scatter.src
     return RowValue(rules.pool.call(write, value.expr, 1, at, written), value.tags, value.sizes)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fxrl.capture._dynamo import data, effects, ends, objects
-from fxrl.capture._torch import dynamo_settings
+from fxrl.capture._torch import dynamo_settings, sizes_from_data
 from fxrl.capture.branches import Branches
 
 _tracer: Any = torch._dynamo.symbolic_convert
@@ -47,6 +47,7 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     data.followed.append((root, branches))
     with (
         ExitStack() as replaced,
+        sizes_from_data(),
         dynamo_settings({"reorderable_logging_functions": {print, warnings.warn}}),
     ):
         for owner, name, own in _REPLACED:

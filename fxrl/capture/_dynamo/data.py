@@ -9,12 +9,14 @@ the graph checks it (``fxrl.capture.branches``).
 from __future__ import annotations
 
 import dis
+import operator
 import re
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.variables import (
     ConstantVariable,
     NumpyVariable,
@@ -25,6 +27,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from fxrl.capture._torch import dynamo_config
 from fxrl.capture.branches import Branches
@@ -46,6 +49,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MANY_ROWS = 1000  # each round of a loop is traced
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
 _make_range: Any = BuiltinVariable.call_range
+_call = TorchInGraphFunctionVariable.call_function
+_METHODS = {torch.split: "split", torch.functional.split: "split", torch.chunk: "chunk"}
 _call_numpy = NumpyVariable.call_function
 _call_polyfill = PolyfilledFunctionVariable.call_function
 # The function that is captured and the branches that are followed in it, innermost last.
@@ -95,12 +100,13 @@ def _taken(
     return None if found is None else (bool(found[1]), found[:1])
 
 
-def _follow(output: Any, place: Any, likely: int) -> tuple[int, int] | None:
+def _follow(output: Any, place: Any, likely: int, *, once: bool = False) -> tuple[int, int] | None:
     """The number of a branch and what its value is taken for, if the trace at hand follows any."""
     root, branches = followed[-1] if followed else (None, None)
     if branches is None or output.root_tx.f_code is not root:
         return None
-    return branches.follow(output, place, likely, torch._guards.TracingContext.extract_stack)
+    where = torch._guards.TracingContext.extract_stack
+    return branches.follow(output, place, likely, where, once=once)
 
 
 def _length(instructions: list[Any]) -> int:
@@ -209,6 +215,73 @@ def _range(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return _make_range(self, tx, *map(ConstantVariable.create, ends))
 
 
+def _split(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``rows.split(512)`` of as many rows as data says: into so many parts, which is checked."""
+    each, dim = _bound(args, kwargs, "split_size", "split_size_or_sections")
+    return _parts(self, tx, each, dim, lambda size: each.as_python_constant(), 1)
+
+
+def _chunk(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``rows.chunk(4)`` likewise; of a few rows there are fewer chunks."""
+    count, dim = _bound(args, kwargs, "chunks")
+
+    def width(size: Any) -> Any:
+        chunks = count.as_python_constant()
+        return _number(tx, operator.floordiv, _number(tx, operator.add, size, chunks - 1), chunks)
+
+    likely = count.as_python_constant() if count.is_python_constant() else 0
+    return _parts(self, tx, count, dim, width, likely)
+
+
+def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.split(x, 8)`` is ``x.split(8)``."""
+    method = _METHODS.get(self.value)
+    if method is None or not args or not isinstance(args[0].realize(), TensorVariable):
+        return _call(self, tx, args, kwargs)
+    return args[0].realize().call_method(tx, method, [*args[1:]], kwargs)
+
+
+def _bound(args: Any, kwargs: Any, *names: str) -> tuple[Any, Any]:
+    """A size or count, which has one of these names, and the dim that is split."""
+    given = dict(zip((names[0], "dim"), args, strict=False)) | kwargs
+    each = next(given[name] for name in names if name in given)
+    return each.realize(), given.get("dim", ConstantVariable.create(0)).realize()
+
+
+def _parts(rows: Any, tx: Any, each: Any, dim: Any, width: Any, likely: Any) -> Any:
+    """The parts of a split; None where Dynamo knows how many there are."""
+    value = rows.as_proxy().node.meta.get("example_value")
+    constant = each.is_python_constant() and isinstance(each.as_python_constant(), int)
+    if not (constant and dim.is_python_constant() and isinstance(value, torch.Tensor)):
+        return None
+    at = dim.as_python_constant()
+    size = value.shape[at]
+    if not isinstance(size, torch.SymInt) or size.node.has_hint():
+        return None
+    place = f"parts of {each.as_python_constant()}", at  # tokens and their ids go together
+    found = _follow(tx.output, place, likely, once=True)
+    if found is None or found[1] >= _MANY_ROWS:
+        return None
+    branch, count = found
+    total = rows.call_method(tx, "size", [dim], {}).as_proxy()
+    step = width(total)
+    ends = _number(tx, operator.floordiv, _number(tx, operator.sub, total, 1), step)
+    call = tx.output.create_proxy
+    end = call("call_function", torch.scalar_tensor, (ends,), {"dtype": torch.int64})
+    call("call_function", counted_rounds, (end, -1, 1, count, branch), {})
+    before = max(count - 1, 0)
+    rest = _number(tx, operator.sub, total, _number(tx, operator.mul, step, before))
+    sizes = ([*(step,) * before, rest], at)
+    return wrap_fx_proxy(tx, call("call_method", "split", (rows.as_proxy(), *sizes), {}))
+
+
+def _number(tx: Any, function: Any, *args: Any) -> Any:
+    """A call on numbers of the graph, which is one itself."""
+    if not any(isinstance(arg, fx.Proxy) for arg in args):
+        return function(*args)
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, args, {})).as_proxy()
+
+
 def _any_or_all(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """``if any(x.isnan().view(-1)):`` is a branch on ``x.any()``, not one on each entry."""
     decides = self.fn in (any, all) and tx.next_instruction.opname in (*_JUMPS, "TO_BOOL")
@@ -251,6 +324,9 @@ if "BINARY_SUBSCR" in dis.opmap:  # a case of BINARY_OP from Python 3.14 on
 REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TensorVariable, "method_tolist", _listed),
+    (TensorVariable, "method_split", _split),
+    (TensorVariable, "method_chunk", _chunk),
+    (TorchInGraphFunctionVariable, "call_function", _call_in_graph),
     (BuiltinVariable, "call_range", _range),
     (PolyfilledFunctionVariable, "call_function", _any_or_all),
     (NumpyVariable, "call_function", _averaged),
