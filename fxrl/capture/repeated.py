@@ -45,6 +45,7 @@ _PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.devi
 _DIGITS = re.compile(r"\d+")
 _COUNTED = re.compile(r"(\w*?)\d+")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_PLAIN_TENSORS = (Tensor, nn.Parameter)  # other classes compute with what attributes say
 
 
 # ---------------------------------------------------------------------------- which are equal
@@ -56,7 +57,8 @@ class _Layout:
         objects: what else is met, such as hooks and settings; the same ones in equal layers.
         numbers: attribute and value of each number in an integer or a text, which may count layers.
         tensors: parameters, buffers and other tensors, each once.
-        held: all modules and containers by their ids; equal parts of equal layers have one place.
+        held: all modules, containers and objects with tensors by their ids; equal parts of equal
+            layers have one place.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -118,7 +120,7 @@ class _Layout:
         if type(value) in (int, str):  # 3, or "model.layers.3"
             self.numbers += [(name, int(digits)) for digits in _DIGITS.findall(str(value))]
             return type(value), _DIGITS.sub("#", str(value))
-        if isinstance(value, (Tensor, nn.Module, *_CONTAINERS)):
+        if isinstance(value, (Tensor, nn.Module, *_CONTAINERS)) or _holds_tensors(value):
             return self._part(name, value)
         if isinstance(value, types.MethodType):
             return "method", value.__func__, self._fact(name, value.__self__)
@@ -136,11 +138,10 @@ class _Layout:
         self.held[id(value)] = place
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            return type(value), *_look(value), value.stride()
-        if isinstance(value, nn.Module):
-            self.held[id(value.__dict__)] = len(self.held)
-            self._watched.append(value.__dict__.values())
-            return type(value), *((k, self._fact(k, v)) for k, v in value.__dict__.items())
+            own = () if type(value) in _PLAIN_TENSORS else self._attributes(value)
+            return type(value), *_look(value), value.stride(), *own
+        if not isinstance(value, _CONTAINERS):
+            return type(value), *self._attributes(value)
         if not value:
             self._empty.append(value)
             return type(value), place
@@ -151,6 +152,21 @@ class _Layout:
         if not isinstance(value, (tuple, frozenset)):
             self._watched.append(value)
         return type(value), *(self._fact(name, item) for item in value)
+
+    def _attributes(self, value: Any) -> Iterator[Any]:
+        self.held[id(value.__dict__)] = len(self.held)
+        self._watched.append(value.__dict__.values())
+        return ((k, self._fact(k, v)) for k, v in value.__dict__.items())
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is attributes and nothing else, with tensors among them, as what bitsandbytes
+    keeps of a weight's scales is: a part of a layer, of which each has one of its own."""
+    kind: Any = type(value)
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    if kind.__new__ is not object.__new__ or slots or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(one, Tensor) for one in value.__dict__.values())
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
@@ -168,6 +184,7 @@ class Layer:
         self.result: Any = None  # of the first layer's last call, while tracing
         self.modes: Any = None
         self.written: dict[int, Any] = {}
+        self.fed: list[bool] = []  # which of its arguments' tensors were traced with a gradient
         self.token = next(_TOKENS)
         _LAYERS[self.token] = self
 
@@ -189,6 +206,11 @@ class Layer:
         self.module, self.layout = (its.module, its.layout) if its else (nn.Module(), self.layout)
         self.__dict__.pop("_places", None)
         self._bind(self.module.forward)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has weights that are trained."""
+        return any(tensor.requires_grad for tensor in self.layout.tensors)
 
     def place_of(self, tensor: Any) -> int | None:
         """Which of the layer's tensors it is; equal layers have theirs in the same order."""
@@ -217,9 +239,16 @@ class Layer:
         which changes its masks and which no loss reads. While a layer's place in it is empty, what
         the layer gets back is what it puts in; so that is what it gets, and nothing is kept.
         ``_UNKEPT`` stands in its place: code that reads the cache fails to be captured this way.
+
+        NOTE [Why a first layer that trains is fed a gradient]: the one that a model begins with is
+        given none where embeddings are frozen, and the others are, by what it trains. Of an
+        ``autograd.Function`` whose arguments have no gradient Dynamo traces the forward alone,
+        which the others would differentiate.
         """
         original, index, kind = self.module.forward, self.index, kind_of_cache()
-        call = partial(_trace_first if self.first is self else _trace_again, self.token)
+        call = partial(_trace_again, self.token)
+        if self.first is self:
+            call = partial(_trace_first, self.token, _fed if self.trains else _as_given)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
@@ -293,8 +322,24 @@ def _is_empty(cache: Any, index: int) -> bool:
     return not layers[index].is_initialized
 
 
-def _trace_first(token: int, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
-    return ends(token, begins(token, args, told), original(*args, **kwargs))
+def _trace_first(
+    token: int, feed: Callable[[Any], Any], original: Any, args: Any, kwargs: Any, told: Any
+) -> Any:
+    begin = begins(token, args, told)
+    fed = {name: feed(value) for name, value in kwargs.items()}
+    return ends(token, begin, original(*[feed(value) for value in args], **fed))
+
+
+def _as_given(value: Any) -> Any:
+    return value
+
+
+def _fed(value: Any) -> Any:
+    return feeds(value) if isinstance(value, Tensor) and _is_starved(value) else value
+
+
+def _is_starved(value: Tensor) -> bool:
+    return torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad
 
 
 def _trace_again(token: int, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
@@ -306,7 +351,18 @@ def begins(token: int, args: Any, kwargs: Any) -> Tensor:
     """Here the calls of a first layer begin; the arguments are what they were given."""
     layer = _LAYERS[token]
     layer.written, layer.modes = written_by_trace(), _modes()
+    top = {id(value) for value in (*args, *kwargs.values())} if layer.trains else set()
+    layer.fed = [
+        leaf.requires_grad or (id(leaf) in top and _is_starved(leaf))
+        for leaf in _tensors((args, kwargs))
+    ]
     return torch.zeros(())
+
+
+@in_graph
+def feeds(value: Tensor) -> Tensor:
+    """An argument of a first layer, as it is where it has a gradient."""
+    return torch.clone(memory_like(value).requires_grad_())
 
 
 @in_graph
@@ -331,16 +387,20 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
     written = layer.layout.places(written_by_trace(layer.layout.held))
     if written != first.layout.places(first.written):
         raise Refusal(f"the step writes into {layer.path} otherwise than into {first.path}")
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    fed = any(t.requires_grad for t in given)
-    own = any(t.requires_grad for t in layer.layout.tensors)
+    fed = [leaf.requires_grad for leaf in _tensors((args, kwargs))]
+    if any(now and not then for now, then in zip(fed, first.fed, strict=False)):
+        raise Refusal(f"{layer.path} is given a gradient inside of an argument, {first.path} none")
 
     def like(value: Tensor) -> Tensor:
         # Weights of its own may be read by nobody, such as those of an adapter that is off.
-        live = torch.is_grad_enabled() and (fed or (own and value.requires_grad))
+        live = torch.is_grad_enabled() and (any(fed) or (layer.trains and value.requires_grad))
         return memory_like(value).requires_grad_(live and value.is_floating_point())
 
     return pytree.tree_map_only(Tensor, like, first.result)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _modes() -> tuple[Any, ...]:

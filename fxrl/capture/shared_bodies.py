@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.analysis.layers import type_of
 from fxrl.capture._torch import fake_like, guarded_names
-from fxrl.capture.repeated import Layer, again, begins, ends, layer_of
+from fxrl.capture.repeated import Layer, again, begins, ends, feeds, layer_of
 from fxrl.ir.graph import (
     CALL_LAYER,
     as_node,
@@ -152,6 +152,9 @@ class _Sharing:
     def _share_first(self, frame: _Frame, begin: fx.Node, end: fx.Node) -> None:
         token: Any = end.args[0]
         graph = frame.gm.graph
+        for node in graph.find_nodes(op="call_function", target=feeds):
+            node.replace_all_uses_with(node.args[0])  # what it was told of a gradient holds here
+            graph.erase_node(node)
         order = list(graph.nodes)
         inside = order[order.index(begin) + 1 : order.index(end)]
         results = [leaf for leaf in pytree.tree_leaves(end.args[2]) if isinstance(leaf, fx.Node)]

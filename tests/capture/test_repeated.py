@@ -570,6 +570,103 @@ class MixedLayer(Layer):
         return x + self.out(heads.transpose(1, 2).flatten(2))
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, and lets the gradient through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Rounded(Layer):
+    def __init__(self, number):
+        super().__init__(number)
+        self.qkv.requires_grad_(False)
+        self.norm.requires_grad_(False)
+
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x + Straight.apply(self.norm(x)))
+
+
+class Lists(Rounded):
+    def forward(self, x, bias=None, seen=None):
+        return [super().forward(*x)]
+
+
+class InLists(Model):
+    def body(self, x):
+        return super().body([x])[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "said"),
+    [(Rounded, Model, "4 layers were captured as 1"), (Lists, InLists, "")],
+    ids=["as an argument", "in a list"],
+)
+def test_a_first_layer_that_is_fed_no_gradient_stands_for_some_that_are(kind, model, said):
+    """Dynamo looks into an ``autograd.Function``'s forward where none of its arguments has one."""
+    model = make(kind, model)
+    model.embed.requires_grad_(False)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == said
+    model.embed.requires_grad_(True)
+    check(step, model)
+
+
+class Scale:
+    """Of a weight; an object of its own, as bitsandbytes has for each."""
+
+    def __init__(self, number, kind):
+        self.values = torch.full((HIDDEN,), 1.0 + number / 4, dtype=torch.double)
+        self.kind, self.outer = kind, None
+
+
+class Held(nn.Parameter):
+    """A weight that knows how it is scaled."""
+
+
+class Quantized(Layer):
+    """Weights with scales beside them, in an object that the weight has, and in another."""
+
+    kinds = ("a", "a", "a", "a")
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.factor = Held(torch.randn(HIDDEN, dtype=torch.double), requires_grad=False)
+        self.factor.scale = Scale(number, self.kinds[number])
+        self.factor.scale.outer = Scale(-number, "c")
+
+    def forward(self, x, bias=None, seen=None):
+        scale = self.factor.scale
+        x = x * (self.factor * scale.values + scale.outer.values)
+        return super().forward(x if scale.kind == "a" else x.cos())
+
+
+class OfTwoKinds(Quantized):
+    kinds = ("a", "b", "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Quantized, "captured as 1"), (OfTwoKinds, "captured as 2")]
+)
+def test_layers_whose_weights_have_objects_with_tensors(kind, said):
+    model = make(kind)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == f"4 layers were {said}"
+    scale = model.layers[2].factor.scale
+    scale.values = scale.values * 3
+    check(step, model)
+    scale.kind = "a" if scale.kind == "b" else "b"
+    check(step, model)
+    assert once(step) != f"4 layers were {said}"
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside the loss", "around the step"])
 def test_layers_run_in_the_dtype_of_autocast(inside):
     def autocast(enabled):
