@@ -96,7 +96,8 @@ _ANSWERS = {
         "log_on_each_node save_on_each_node"
     ),
     "torchrun --nproc-per-node N -m fxrl train shares a step among N GPUs; see its --help; "
-    "layers are kept, offloaded or run again as fxrl.gpu_memory says": "deepspeed fsdp",
+    "model.sharded shares frozen weights out; layers are kept, offloaded or run again as "
+    "fxrl.gpu_memory says": "deepspeed fsdp",
     "model.device = 'cpu'": "use_cpu",
     "[model] has id, dtype, device and lora; config.json has the rest": "model_init_kwargs",
     "a model's own code is never run; transformers' models are": "trust_remote_code",
