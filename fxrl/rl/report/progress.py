@@ -309,10 +309,15 @@ class JsonReporter(LogReporter):
 
 
 def broken(text: str, width: int) -> str:
-    """``text`` in lines that break between words, as a terminal's own do not; a path that is longer
-    than a line stays one word."""
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(map(wrapper.fill, text.splitlines()))
+    """``text`` in lines that break between words, as a terminal's own do not, and go on below where
+    they began; a path that is longer than a line stays one word."""
+    return "\n".join(_filled(line, width) for line in text.splitlines())
+
+
+def _filled(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(line, width, subsequent_indent=indent, **options)
 
 
 class LiveReporter(LogReporter):

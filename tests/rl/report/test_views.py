@@ -76,6 +76,11 @@ def test_the_end_stays_on_the_screen():
     assert "reward" in behind
 
 
+def test_a_line_that_is_broken_goes_on_below_where_it_began():
+    text = progress.broken("2 mistakes\n  model.id: no such kind\n  optim: none", 16)
+    assert text == "2 mistakes\n  model.id: no\n  such kind\n  optim: none"
+
+
 def test_a_log_file_gets_one_line_per_step():
     lines = [line for line in shown(False).splitlines() if line.startswith("step ")]
     assert len(lines) == 9
