@@ -208,11 +208,18 @@ def _refuse_wrapped(inputs: list[fx.Node], error: NotImplementedError) -> None:
 
 
 def _refuse_autograd(gm: fx.GraphModule) -> None:
+    """Nothing may get a gradient where a call without autograd switches it on. What needs none gets
+    none there either, such as what ``torch.distributions`` computes at first use."""
     for graph in graphs_of(gm):
-        for switch in graph.find_nodes(op="call_function", target=SET_GRAD):
-            if switch.args[0]:
-                reason = "autograd is switched on inside of a call under no_grad"
-                raise Refusal(reason, "call the step where autograd is on", switch.next)
+        on = False
+        for node in graph.nodes:
+            if is_call(node, SET_GRAD):
+                on = bool(node.args[0])
+            elif on and node.op in ("call_function", "call_method", "call_module"):
+                made = pytree.tree_leaves(example_of(node))
+                if any(isinstance(one, torch.Tensor) and one.requires_grad for one in made):
+                    reason = "autograd is switched on inside of a call under no_grad"
+                    raise Refusal(reason, "call the step where autograd is on", node)
 
 
 def example_of(node: fx.Node) -> Any:

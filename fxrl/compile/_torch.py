@@ -32,6 +32,7 @@ from fxrl.ir.graph import Size
 
 functorch_config: Any = torch._functorch.config  # .patch: how min-cut weighs, for the time of a call
 without_autocast: Any = torch._C._DisableAutocast  # a context: a lowered graph already holds its casts
+without_saved_tensors_hooks: Any = torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing  # a context: the user's hooks are for values, not for what is traced
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward at hand
 
 # fmt: on

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxrl.config import Config
 from fxrl.errors import MissedRewriteError
-from fxrl.ir.on_miss import MissedRewriteWarning
+from fxrl.ir.on_miss import MissedRewriteWarning, open_misses
 from fxrl.ir.printer import print_graph
 from fxrl.step import optimize
 from tests.capture.mixer import (
@@ -96,6 +97,23 @@ def test_gradients_that_are_switched_on_inside_of_no_grad() -> None:
     assert told.source
     assert_matches_eager(step, loss_fn, model, batch)
     assert fused(step)
+
+
+@pytest.mark.parametrize("unwatched", [torch.no_grad, torch.inference_mode])
+def test_statistics_that_switch_gradients_on_by_themselves(unwatched: Any) -> None:
+    """``torch.distributions`` does at what it computes at first use, whoever calls it."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        policy = torch.distributions.Categorical(logits=model(batch["ids"])[:, :-1])
+        logps = policy.log_prob(batch["ids"][:, 1:])
+        return -logps.mean(), {"likeliest": policy.probs.amax(-1).mean()}
+
+    model, batch = make_model(), make_batch()
+    step = optimize(model, loss_fn, CONFIG)
+    with unwatched():
+        assert_same(step(batch), loss_fn(model, batch))
+    assert step.report.of_kind("applied")
+    assert not open_misses(step.report)
 
 
 def test_metrics_come_back_as_the_loss_names_them() -> None:
@@ -258,6 +276,27 @@ def test_grad_scaler_scales_and_skips() -> None:
         found.append((scales, model.mix.weight.detach()))
     assert found[0][0] == found[1][0] == [2.0**10, 2.0**9, 2.0**9]
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-2, atol=1e-3)
+
+
+def test_a_checkpoint_around_the_first_call() -> None:
+    """What is traced for the head's backward is nothing that the checkpoint is asked for again."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["ids"])[:, :-1]
+        likeliest = torch.softmax(logits, -1).square().cumsum(-1).amax(-1)
+        return (likeliest * batch["adv"]).mean() + policy_loss(model, batch)
+
+    model, batch = make_model(), make_batch()
+    step = optimize(model, loss_fn, CONFIG)
+    found = checkpoint(step, batch, use_reentrant=False)
+    found.backward()
+    gradients = grads(model)
+    wanted = loss_fn(model, batch)
+    wanted.backward()
+    assert_same(found, wanted)
+    assert_same(gradients, grads(model))
+    assert step.report.of_kind("applied")
+    assert captures(step) == 1
 
 
 # ---------------------------------------------------------------------------- several forwards

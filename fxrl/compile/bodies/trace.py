@@ -34,6 +34,7 @@ from fxrl.compile._torch import (
     values_of,
     without_autocast,
     without_repeats,
+    without_saved_tensors_hooks,
 )
 from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, partition
@@ -288,9 +289,11 @@ class TracedBody:
     @contextmanager
     def _tracing(self) -> Iterator[None]:
         """Ops on fake tensors make fake tensors, as on the device; the body already holds the casts
-        that autocast asked for where it was captured."""
+        that autocast asked for where it was captured; and what autograd saves of them is nothing to
+        pack: a checkpoint around the step's call would run the step again to unpack it."""
         with (
             self.mode,
+            without_saved_tensors_hooks(),
             enable_python_dispatcher(),
             torch.no_grad(),
             without_autocast(),
