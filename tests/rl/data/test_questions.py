@@ -259,7 +259,10 @@ def test_another_split_or_another_dataset(options, source):
 @pytest.mark.parametrize(
     ("data", "cure"),
     [
-        (gzip.compress(b"{}", mtime=0), r"compressed by gzip: unpack it, or name a folder .*data.dataset"),
+        (
+            gzip.compress(b"{}", mtime=0),
+            r"compressed by gzip: unpack it, or name a folder .*data.dataset",
+        ),
         (b"PAR1\xe0", "it is Parquet: write it as JSONL, or name a folder"),
         (b"PK\x03\x04\xff", "a zip archive or a spreadsheet"),
         ('{"prompt": "x"}'.encode("utf-16"), "save it as UTF-8"),
