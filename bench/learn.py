@@ -300,37 +300,33 @@ def _draw(curves: dict[Run, dict[str, Any]], results: common.Results, path: Path
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     variants = list(dict.fromkeys(run.variant for run in curves))
     name, baseline = "", None
+    lines: dict[str, Any] = {}
     for place, (run, curve) in enumerate(curves.items()):
         name = next(iter(curve))
         colour = f"C{variants.index(run.variant) if variants[1:] else place}"
-        label = f"{run.variant}, seed {run.seed}" if variants[1:] else f"seed {run.seed}"
+        label = f"{run.variant}, each seed" if variants[1:] else f"seed {run.seed}"
         if curve[name]:
             steps, values = zip(*curve[name], strict=True)
-            left.plot(steps, _smooth(values), colour, label=label)
+            (lines[label],) = left.plot(steps, _smooth(values), colour)
         points = curve["held_out"]
         if points:
-            right.plot(
-                [point["step"] for point in points],
-                [point["value"] for point in points],
-                colour,
-                marker="o",
-                label=label,
-            )
+            at, values = zip(*((point["step"], point["value"]) for point in points), strict=True)
+            (lines[label],) = right.plot(at, values, colour, marker="o")
             baseline = points[0]["majority"]
     if baseline is not None:
-        right.axhline(baseline, linestyle="--", color="gray", label="majority answer")
+        lines["majority answer"] = right.axhline(baseline, linestyle="--", color="gray")
     measure = str(results.rows[0][COLUMNS.index("measure")])
     left.set(xlabel="step", ylabel=f"{name} of what is trained on (10-step mean)")
     right.set(
         xlabel="step", ylabel=f"held-out {measure}", ylim=(0, None if measure == "loss" else 1)
     )
     for axes in (left, right):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
         axes.grid(alpha=0.3)
+    if lines:
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center")
     figure.suptitle(f"{results.title} [{common.machine()}]")
     figure.savefig(path, dpi=110)
 
