@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from fxrl.kernels.jit import jit
+from fxrl.kernels.jit import jit, jit_unspecialized
 
 
 @jit
@@ -322,7 +322,7 @@ def gradient(
     tl.store(grad + row * vocab + column, made.to(grad.dtype.element_ty), mask=valid)
 
 
-@jit
+@jit_unspecialized("grads_count", "vectors_count")  # as many rows as a batch has
 def scaled_sum(
     grads: tl.tensor,
     vectors: tl.tensor,
