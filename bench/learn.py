@@ -6,9 +6,9 @@ Instead of a file, ``sft``, ``dpo``, ``grpo`` and ``tools`` name the tasks of be
 each with an amount that the measure has to gain; a file's runs are judged by accuracy, beside that
 of always giving the most frequent answer. A loss gains by falling.
 
-``--against "fxrl.precision=fp8"`` trains every seed a second time with these overrides on top, on
-the same data, and says whether the mean curves are within the noise between the seeds of the first:
-``within_noise``. Given several times, each is held against the first.
+``--against "fp8: fxrl.precision=fp8"`` trains every seed a second time with these overrides on top,
+on the same data, and says whether the mean curves are within the noise between the seeds of the
+first: ``within_noise``. Given several times, each is held against the first. The name may go.
 """
 
 from __future__ import annotations
@@ -69,16 +69,12 @@ _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True)
 class Run:
-    """A variant, by the overrides that make it, and a seed."""
+    """A variant, the overrides that make it, and a seed."""
 
     variant: str
+    overrides: tuple[str, ...]
     seed: int
     folder: Path
-
-    @property
-    def overrides(self) -> list[str]:
-        """Those of its variant."""
-        return [] if self.variant == AS_GIVEN else shlex.split(self.variant)
 
 
 def main() -> int:
@@ -111,6 +107,8 @@ def main() -> int:
             results.add(variant=run.variant if args.against else None, seed=run.seed, **row)
     if args.against:
         results.extra["comparisons"] = found = compared(results.extra["curves"])
+        for name, words in map(_named, args.against):
+            results.note(f"{name}: {' '.join(words)}")
         for told in map(_told, found) if found else ("nothing to compare: a run made no step",):
             results.note(told)
     if args.out:
@@ -122,10 +120,16 @@ def main() -> int:
 def _runs(args: argparse.Namespace) -> list[Run]:
     stem = Path(args.config).stem
     return [
-        Run(variant, seed, Path(args.run_dir) / f"{stem}{f'_{i}' if i else ''}_seed{seed}")
-        for i, variant in enumerate((AS_GIVEN, *args.against))
+        Run(name, words, seed, Path(args.run_dir) / f"{stem}{f'_{i}' if i else ''}_seed{seed}")
+        for i, (name, words) in enumerate(((AS_GIVEN, ()), *map(_named, args.against)))
         for seed in args.seeds
     ]
+
+
+def _named(text: str) -> tuple[str, tuple[str, ...]]:
+    """``"fp8: a=1 b=2"`` as its name, by default the text, and its overrides."""
+    words = tuple(shlex.split(text))
+    return (words[0][:-1], words[1:]) if words and words[0].endswith(":") else (text, words)
 
 
 def _batches(runs: list[Run], size: int) -> list[list[Run]]:
@@ -345,7 +349,7 @@ def _arguments() -> argparse.Namespace:
         "--against",
         action="append",
         default=[],
-        metavar="'KEY=VALUE ...'",
+        metavar="'NAME: KEY=VALUE ...'",
         help="overrides of further runs of each seed, to be compared",
     )
     parser.add_argument("--run-dir", default="runs/learn")
@@ -354,8 +358,9 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_intermixed_args()
     if args.against and len(args.seeds) < 2:
         parser.error("--against compares with the noise between seeds, of which it takes two")
-    if AS_GIVEN in args.against or len({*args.against}) < len(args.against):
-        parser.error("--against takes overrides, each time other ones")
+    names = [AS_GIVEN, *(_named(text)[0] for text in args.against)]
+    if len({*names}) < len(names):
+        parser.error("--against takes overrides under a name of their own each time")
     former = [run.folder for run in _runs(args) if run.folder.exists()]
     if former:  # what they wrote would be read as this run's
         there = ", ".join(map(str, former))

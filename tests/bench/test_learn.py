@@ -99,7 +99,7 @@ def test_fp8_beside_bf16(tmp_path, monkeypatch):
     monkeypatch.setattr(learn, "_wait", lambda code, deadline: code)
     out = tmp_path / "out.json"
     given = ["grpo", "--model", "tiny:llama", "--seeds", "0,1", "--run-dir", str(tmp_path / "runs")]
-    given += ["--against", "fxrl.precision=fp8 fxrl.compile_regions=false", "--out", str(out)]
+    given += ["--against", "fp8: fxrl.precision=fp8 fxrl.compile_regions=false", "--out", str(out)]
     small = ["steps=1", "prompts_per_step=2", "eval.size=2", "fxrl.compile_regions=false"]
     small += ["sampling.num_generations=2", "reward.functions=['length']"]
     monkeypatch.setattr("sys.argv", ["learn", *given, *small])
@@ -111,6 +111,7 @@ def test_fp8_beside_bf16(tmp_path, monkeypatch):
     *plain, fp8, again = (row["drift_mean"] for row in rows)
     assert plain == [0, 0]
     assert min(fp8, again) > 1e-3, "the trainer multiplies in FP8, and the engine does not"
+    assert list(record["curves"]) == ["as given", "fp8"]
     bf16, fp8 = record["curves"].values()
     for seed in ("0", "1"):
         assert bf16[seed]["reward"][0] == fp8[seed]["reward"][0], "the same data, by one policy"
