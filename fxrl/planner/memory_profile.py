@@ -86,8 +86,8 @@ class MemoryProfile:
 
         for item in call.users:
             if is_call(item, operator.getitem):
-                part = results[item.args[1]]
-                results[item.args[1]] = None
+                at: Any = item.args[1]
+                part, results[at] = results[at], None
                 self._volumes[item] = _volumes([part] if isinstance(part, torch.Tensor) else [])
                 self._lives[item] = _Life(life.first, last(item))
         rest = [value for value in results if isinstance(value, torch.Tensor)]
