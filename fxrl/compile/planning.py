@@ -310,8 +310,9 @@ class StepChain:
             rows = prod(map(self.measure, shape_of(_hidden(layer))[:-1]))
             choices = [replace(cut, tile_tokens=t) for t in tiles if t < rows for cut in cuts]
             if tiles[-1] and len(choices) > len(cuts) and (heads := _kv_heads(layer)) > 1:
-                fewest = tiles[-1]
-                choices += [replace(c, tile_tokens=fewest, head_groups=heads) for c in GROUPED]
+                choices += [
+                    replace(cut, tile_tokens=tiles[-1], head_groups=heads) for cut in GROUPED
+                ]
             choices = [given] if isinstance(given, CutLayer) else choices
             found = (self._option(layer, choice) for choice in choices)
             self._known[key] = [option for option in found if option is not None]

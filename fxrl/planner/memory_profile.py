@@ -2,19 +2,22 @@
 
 A buffer lives from the kernel that writes it to the last that reads it. At that one its memory may
 become the result's: where a generated kernel reads nothing else of it for another value. A product
-whose result is a part of a concatenation writes there, so that part lives in the whole.
+whose result is a part of a concatenation writes there, so that part lives in the whole. Of a call
+with several results each lives by itself.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxrl.ir.graph import bound, is_call, val_of
+from fxrl.ir.graph import bound, is_call, is_tensor, val_of
 from fxrl.ops import dequantized, sharded
 from fxrl.planner.schedule import (
     Kernel,
@@ -62,12 +65,34 @@ class MemoryProfile:
         for node in map(self._buffer, given):
             if node in self._lives:
                 self._lives[node].last = len(kernels)
-        self._volumes = {
-            node: [(volume(value), value.element_size()) for value in tensors(node)]
-            for kernel in kernels
-            for node in kernel.makes
-        }
+        made = [node for kernel in kernels for node in kernel.makes]
+        self._volumes = {node: _volumes(tensors(node)) for node in made}
+        for node in made:
+            if node in self._lives and isinstance(node.meta["val"], (list, tuple)):
+                self._part(node, output)
         self._in_place = list(map(self._taken_over, range(len(kernels))))
+
+    def _part(self, call: fx.Node, output: fx.Node) -> None:
+        """Let each result of a call live for as long as it is read; what nobody reads, the call."""
+        place_of = {node: place for place, k in enumerate(self._kernels) for node, _ in k.values}
+        place_of |= {output: len(self._kernels)}
+        life, results = self._lives[call], list(call.meta["val"])
+
+        @cache
+        def last(value: fx.Node) -> int:
+            """The last kernel that reads a value, itself or by what is computed within kernels."""
+            users = [user for user in value.users if user is output or tensors(user)]
+            places = [place_of[u] if u in place_of else last(u) for u in users]
+            return max(places, default=life.first)
+
+        for item in call.users:
+            if is_call(item, operator.getitem):
+                at: Any = item.args[1]
+                part, results[at] = results[at], None
+                self._volumes[item] = _volumes([part] if isinstance(part, torch.Tensor) else [])
+                self._lives[item] = _Life(life.first, last(item))
+        rest = [value for value in results if isinstance(value, torch.Tensor)]
+        self._volumes[call], self._lives[call] = _volumes(rest), _Life(life.first, life.first)
 
     def peak(self, measure: Measure, inside: Inside = lambda call: 0) -> int:
         """Peak bytes, results included; ``inside`` gives those that a called region allocates
@@ -133,6 +158,10 @@ class MemoryProfile:
         return list(taken)
 
 
+def _volumes(values: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
+    return [(volume(value), value.element_size()) for value in values]
+
+
 def tensor_bytes(value: torch.Tensor, measure: Measure) -> int:
     """Bytes of a tensor without gaps."""
     return value.element_size() * measure(volume(value))
@@ -187,6 +216,7 @@ def _parts_of_concatenations(
     for node in made:
         if is_call(node, aten.cat.default):
             for part in map(owner, node.all_input_nodes):
-                if part in made and made[part].calls is not None and part not in given:
+                writes = part in made and made[part].calls is not None
+                if writes and part not in given and is_tensor(part):  # not a call with several
                     whole.setdefault(part, node)
     return whole

@@ -75,6 +75,24 @@ def test_a_budget_is_kept_and_more_of_it_is_never_slower():
     assert seconds[0] > seconds[-1] == free.step_seconds
 
 
+def test_heads_run_in_groups_only_where_nothing_else_fits():
+    free = planned(8192)
+    roomy, tight = (planned(8192, gpu_memory=int(s * free.peak_gpu_bytes)) for s in (0.5, 0.25))
+    assert {choice.head_groups for choice in cuts(roomy)} == {0}
+    assert 4 in {choice.head_groups for choice in cuts(tight)}, "each of the four heads by itself"
+    assert tight.peak_gpu_bytes <= 0.25 * free.peak_gpu_bytes
+    assert tight.step_seconds > roomy.step_seconds
+    smallest = {f"0:blocks.{i}": CutLayer("inputs", "host", tile_tokens=4096) for i in range(6)}
+    step = fxrl.optimize(
+        wide_stack("meta"),
+        square_loss,
+        config(gpu_memory=int(0.25 * free.peak_gpu_bytes)),
+        plan=Plan(smallest),
+    )
+    with pytest.raises(PlanError, match="no plan fits"):
+        step.plan_for(batch(8192))
+
+
 def small_steps(device, **options):
     """Layers too small to pay, by the passes' options."""
     small = {"outline-layers": {"least_hidden": {device: 2**30}}}
