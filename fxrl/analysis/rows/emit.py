@@ -145,6 +145,8 @@ class RowEmitter:
             return self._index(node, step)
         if step.kind == "pad":
             return self._pad(node, *step.args)
+        if step.kind == "place":
+            return self._place(node, step)
         target = {"slice": aten.slice.Tensor, "select": aten.select.int}[step.kind]
         if step.kind == "slice" and not has_hint(*step.result):
             return self._counted_rows(target, (node, *step.args), step)
@@ -161,6 +163,13 @@ class RowEmitter:
             return [] if size == 0 else [self.builder.call(aten.full.default, sizes, 0, **kind)]
 
         return self.builder.call(aten.cat.default, [*zeros(before), node, *zeros(after)], dim)
+
+    def _place(self, node: fx.Node, step: RowStep) -> fx.Node:
+        """Rows of zeros, and the given ones at their places among them."""
+        val = val_of(node)
+        sizes = self._sized([*step.result, *shape_of(node)[len(step.sizes) :]])
+        zeros = self.builder.call(aten.full.default, sizes, 0, dtype=val.dtype, device=val.device)
+        return self.call(aten.index_put.default, zeros, list(step.args), node)
 
     def _index(self, node: fx.Node, step: RowStep) -> fx.Node:
         """Rows by positions, or by a mask."""
