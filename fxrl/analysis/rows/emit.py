@@ -206,11 +206,10 @@ class RowEmitter:
     def restore(self, rows: fx.Node, value: RowValue) -> fx.Node:
         """Rows back in the layout of the graph value they replace."""
         tokens, node = value.token_sizes, rows
-        local = [int(size) for size in value.local_sizes]
-        if len(tokens) != 1 or list(shape_of(rows)[1:]) != local:
-            node = self.call(
-                aten.reshape.default, rows, self.shape(tokens, local) if tokens else local
-            )
+        local = value.local_sizes
+        if len(tokens) != 1 or not spelled_alike(shape_of(rows)[1:], local):
+            sizes = self.shape(tokens, local) if tokens else self._sized(local)
+            node = self.call(aten.reshape.default, rows, sizes)
         order = _inverse_order(value)
         if order != list(range(len(order))):
             node = self.call(aten.permute.default, node, order)
