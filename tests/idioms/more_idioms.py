@@ -1539,12 +1539,53 @@ def counts_of_earlier_tokens(hidden, weight, ids, mask, adv):
     return _pg(_logp(z - 0.1 * counts, ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def logits_written_into_a_padded_batch(hidden, weight, ids, mask, adv):
     keep = mask == 1
     padded = hidden.new_zeros(*mask.shape, len(weight))
     padded[keep] = F.linear(hidden[keep], weight)
     return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def logits_written_to_their_positions(hidden, weight, ids, mask, adv):
+    rows = mask.flatten().nonzero()[:, 0]
+    padded = hidden.new_zeros(mask.numel(), len(weight))
+    padded[rows] = F.linear(hidden.flatten(0, 1)[rows], weight)
+    return _pg(_logp(padded.view(*mask.shape, -1)[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def logits_written_to_rows_and_columns(hidden, weight, ids, mask, adv):
+    at = torch.where(mask == 1)
+    padded = torch.zeros(*mask.shape, len(weight), dtype=hidden.dtype)
+    padded[at] = F.linear(hidden[at], weight) / 0.7
+    return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def logits_with_a_bias_written_into_a_padded_batch(hidden, weight, bias, ids, mask, adv):
+    keep = mask == 1
+    padded = hidden.new_zeros(*mask.shape, len(weight))
+    padded[keep] = F.linear(hidden[keep], weight, bias)
+    return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def logits_written_into_a_batch_of_ones(hidden, weight, ids, mask, adv):
+    keep = mask == 1
+    padded = hidden.new_ones(*mask.shape, len(weight))
+    padded[keep] = F.linear(hidden[keep], weight)
+    return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def log_probs_of_every_token_of_a_sequence(hidden, weight, ids, mask):
+    """As many entries for each token as there are tokens."""
+    lp, later = head(hidden, weight).log_softmax(-1), ids[:, 1:]
+    each = lp.gather(-1, later[:, None, :].expand(-1, lp.size(1), -1))
+    before = torch.ones_like(each[0]).tril(-1)
+    return _mean(-(torch.log1p(-each.exp()) * before).sum(-1), mask[:, 1:])
 
 
 # ---------------------------------------------------------------- the user's own autograd.Function

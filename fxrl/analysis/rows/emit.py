@@ -145,6 +145,8 @@ class RowEmitter:
             return self._index(node, step)
         if step.kind == "pad":
             return self._pad(node, *step.args)
+        if step.kind == "place":
+            return self._place(node, step)
         target = {"slice": aten.slice.Tensor, "select": aten.select.int}[step.kind]
         if step.kind == "slice" and not has_hint(*step.result):
             return self._counted_rows(target, (node, *step.args), step)
@@ -161,6 +163,13 @@ class RowEmitter:
             return [] if size == 0 else [self.builder.call(aten.full.default, sizes, 0, **kind)]
 
         return self.builder.call(aten.cat.default, [*zeros(before), node, *zeros(after)], dim)
+
+    def _place(self, node: fx.Node, step: RowStep) -> fx.Node:
+        """Rows of zeros, and the given ones at their places among them."""
+        val = val_of(node)
+        sizes = self._sized([*step.result, *shape_of(node)[len(step.sizes) :]])
+        zeros = self.builder.call(aten.full.default, sizes, 0, dtype=val.dtype, device=val.device)
+        return self.call(aten.index_put.default, zeros, list(step.args), node)
 
     def _index(self, node: fx.Node, step: RowStep) -> fx.Node:
         """Rows by positions, or by a mask."""
@@ -197,11 +206,10 @@ class RowEmitter:
     def restore(self, rows: fx.Node, value: RowValue) -> fx.Node:
         """Rows back in the layout of the graph value they replace."""
         tokens, node = value.token_sizes, rows
-        local = [int(size) for size in value.local_sizes]
-        if len(tokens) != 1 or list(shape_of(rows)[1:]) != local:
-            node = self.call(
-                aten.reshape.default, rows, self.shape(tokens, local) if tokens else local
-            )
+        local = value.local_sizes
+        if len(tokens) != 1 or not spelled_alike(shape_of(rows)[1:], local):
+            sizes = self.shape(tokens, local) if tokens else self._sized(local)
+            node = self.call(aten.reshape.default, rows, sizes)
         order = _inverse_order(value)
         if order != list(range(len(order))):
             node = self.call(aten.permute.default, node, order)

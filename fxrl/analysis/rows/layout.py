@@ -402,7 +402,7 @@ def _matching(
 def gather(rules: RowRules, node: fx.Node) -> RowValue:
     value, given = sole_row(rules, node), bound(node)
     dim = _own_dim(value, given["dim"], "gather")
-    index = _matching(rules, value, given["index"], dim, "gather's index")
+    index = _matching(rules, value, given["index"], dim, "gather's index", any_width=True)
     tags = value.retagged(dim, rules.tag_of_size(shape_of(node)[dim]))
     return rules.call(node, tags, self=value.expr, dim=value.local_dim(dim), index=index)
 
@@ -599,8 +599,7 @@ def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     """``z[mask] = x`` and ``z[..., ids] = x`` of one value: a choice between old and new;
     ``z[rows, ids] = x`` of all rows writes one entry of each."""
     if rules.row(node.args[0]) is None:
-        reason = "the logits are written into rows of another tensor"
-        raise Refusal(reason, "write what is computed per token there")
+        return _placed(rules, node)
     value, given = sole_row(rules, node), bound(node)
     (dims, where), *more = spans = _spans(given["indices"])
     written = given["values"]
@@ -621,6 +620,28 @@ def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     filling = operand(rules, written, value.tags, value.sizes)
     expr = rules.pool.call(aten.where.self, mask, filling, value.expr)
     return RowValue(expr, value.tags, shape_of(node))
+
+
+def _placed(rules: RowRules, node: fx.Node) -> RowValue:
+    """Rows written into zeros, as packed ones are into a padded batch: rows of zeros are those that
+    hidden states of zeros have."""
+    given, sizes, spans = bound(node), shape_of(node), _spans(bound(node)["indices"])
+    value, dims = rules.row(given["values"]), [dim for span, _ in spans for dim in span]
+    masked = any(val_of(at).dtype == torch.bool for _, at in spans)
+    rank = 1 if masked else max(len(shape_of(at)) for _, at in spans)
+    followed = dims == list(range(len(dims))) and not (masked and len(spans) > 1)
+    rows = [True] * rank + [False] * (len(sizes) - len(dims))
+    if (
+        value is None
+        or list(map(value.is_token, range(len(value.tags)))) != rows
+        or not (followed and _is_zero(given["self"]) and _vanishes(value.expr))
+        or given["accumulate"]
+    ):
+        reason = "the logits are written into rows of another tensor"
+        raise Refusal(reason, "write what is computed per token there")
+    step = RowStep("place", tuple(at for _, at in spans), value.token_sizes, sizes[: len(dims)])
+    tags = (TOKEN,) * len(dims) + value.tags[rank:]
+    return normalised(rules, RowValue(rules.pool.shift(value.expr, step), tags, sizes))
 
 
 def _write_entries(rules: RowRules, node: fx.Node, value: RowValue, ids: fx.Node) -> RowValue:

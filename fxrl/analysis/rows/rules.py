@@ -44,6 +44,7 @@ from fxrl.ir.graph import (
     is_pointwise,
     is_tensor,
     shape_of,
+    spelled_alike,
     val_of,
     with_arguments,
 )
@@ -237,14 +238,14 @@ def operand(
         return _row_operand(rules, value, tags, sizes)
     shape, offset = shape_of(node), len(tags) - len(shape_of(node))
     own: list[Size] = [*(1 for _ in range(offset)), *shape]
-    local = [own[p] for p, tag in enumerate(tags) if tag != TOKEN]
-    wanted = tuple(local if any_width else map(static, local))
+    wanted = tuple(own[p] for p, tag in enumerate(tags) if tag != TOKEN)
     token_at = [p for p, tag in enumerate(tags) if tag == TOKEN]
     covered = [p for p in token_at if not is_one(own[p])]
     if not covered and not each:
         leaf = shared_leaf(rules, node)
-        plain = tuple(shape) in ((), wanted)
-        return leaf if plain else rules.pool.call(aten.reshape.default, leaf, wanted)
+        plain = not shape or spelled_alike(shape, wanted)
+        sizes_of_all = () if plain else tuple(map(static, wanted))
+        return leaf if plain else rules.pool.call(aten.reshape.default, leaf, sizes_of_all)
     wide = not any_width and any(tag == VOCAB and not is_one(own[p]) for p, tag in enumerate(tags))
     if wide and covered == token_at and not each:
         own_tags = tuple(
@@ -274,7 +275,7 @@ def _of_groups(
     groups = shared_leaf(rules, node)
     if tokens + local != list(range(len(shape))):
         groups = rules.pool.call(aten.permute.default, groups, (*tokens, *local))
-    groups = rules.pool.call(aten.reshape.default, groups, (-1, *wanted))
+    groups = rules.pool.call(aten.reshape.default, groups, (-1, *map(static, wanted)))
     own = tuple(shape[d] for d in tokens)
     expanded = tuple(size for size, tag in zip(sizes, tags, strict=True) if tag == TOKEN)
     numbers: list[tuple[Any, tuple[Any, ...]]] = [(aten.detach.default, ())]
@@ -308,11 +309,10 @@ def _row_operand(
             local_at[position] = size
     if tokens != tags.count(TOKEN):
         raise _pairs_tokens()
-    wanted = [p for p, tag in enumerate(tags) if tag != TOKEN]
-    shape = [static(local_at.get(p, 1)) for p in wanted]
-    if [static(s) for s in value.local_sizes] == shape:
+    shape = [local_at.get(p, 1) for p, tag in enumerate(tags) if tag != TOKEN]
+    if spelled_alike(value.local_sizes, shape):
         return value.expr
-    return rules.pool.call(aten.reshape.default, value.expr, (-1, *shape))
+    return rules.pool.call(aten.reshape.default, value.expr, (-1, *map(static, shape)))
 
 
 def _pairs_tokens() -> Refusal:
