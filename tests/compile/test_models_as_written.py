@@ -153,6 +153,16 @@ def in_chunks(model: Model, ids: Tensor) -> Any:
     return Output(model.head(x + mixed[..., :length].transpose(1, 2)))
 
 
+def noise_of_a_bound(model: Model, ids: Tensor) -> Any:
+    """As NEFTune's hook: a draw takes numbers, and is given tensors."""
+    x = model.embed(ids)
+    bound = 5 / torch.sqrt(torch.tensor(x.size(1) * x.size(2)))
+    x = x + torch.zeros_like(x).uniform_(-bound, bound)
+    spread = x.detach().abs().mean()
+    x = x + torch.empty_like(x).normal_(0, std=spread) + torch.empty_like(x).uniform_(-1, to=spread)
+    return Output(model.head(x + torch.tanh(model.mix(x.cumsum(1) / 3))))
+
+
 def checkpointed_head(model: Model, ids: Tensor) -> Any:
     """The product alone; what is read of it stands outside."""
     return Output(checkpoint(model.head, model.hidden(ids), use_reentrant=False))
@@ -213,6 +223,7 @@ USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = 
     (plain, lists_of_numbers, ({k: v.tolist() for k, v in DRAWS[0].items()},)),
     (rotated, mean_logp, DRAWS[:1]),
     (checkpointed_head, mean_logp, DRAWS[:1]),
+    (noise_of_a_bound, mean_logp, DRAWS),
     (in_chunks, mean_logp, (make_batch(3, 8), make_batch(2, 9), make_batch(2, 12))),
 ]
 
@@ -236,11 +247,28 @@ def test_a_use(answer: Any, loss_fn: Any, batches: tuple[Any, ...]) -> None:
 def assert_same_update(
     step: TrainStep, model: nn.Module, loss_fn: Any, eager: nn.Module, batch: Any
 ) -> None:
-    losses = step(batch), loss_fn(eager, batch)
+    drawn = torch.get_rng_state()
+    losses = [step(batch)]
+    torch.set_rng_state(drawn)
+    losses.append(loss_fn(eager, batch))
     for loss in losses:
         loss.backward()
     assert_same(losses[0].detach(), losses[1].detach())
     assert_same(grads(model), grads(eager))
+
+
+def test_a_draw_between_bounds_that_are_none() -> None:
+    def widened(model: nn.Module, batch: Any) -> Tensor:
+        noise = torch.empty_like(batch["adv"]).uniform_(0, batch["bound"])
+        return mean_logp(model, batch | {"adv": batch["adv"] + noise})
+
+    model = Model(plain)
+    step = optimize(model, widened, CONFIG)
+    good = make_batch(bound=torch.tensor(2.0))
+    assert_same_update(step, model, widened, copy.deepcopy(model), good)
+    with pytest.raises(RuntimeError, match="expects to return a"):
+        step(good | {"bound": torch.tensor(-2.0)})
+    assert len(step.captures) == 1
 
 
 def test_a_matrix_without_an_inverse_is_still_found() -> None:

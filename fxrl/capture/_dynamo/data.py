@@ -23,6 +23,7 @@ from torch._dynamo.variables import (
     SymNodeVariable,
     TensorVariable,
 )
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
@@ -48,6 +49,7 @@ _LEAVES = {
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MANY_ROWS = 1000  # each round of a loop is traced
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
+_call_tensor = TensorVariable.call_method
 _make_range: Any = BuiltinVariable.call_range
 _call = TorchInGraphFunctionVariable.call_function
 _METHODS = {torch.split: "split", torch.functional.split: "split", torch.chunk: "chunk"}
@@ -318,6 +320,49 @@ def _of_numbers(tx: Any, given: Any) -> Any:
     return wrap_fx_proxy(tx, call("call_function", torch.stack, (made,), {}))
 
 
+def _between(drawn: torch.Tensor, low: Any = 0.0, high: Any = 1.0) -> torch.Tensor:
+    if low > high:
+        raise RuntimeError
+    low, high = torch.as_tensor(low).to(drawn.dtype), torch.as_tensor(high).to(drawn.dtype)
+    return drawn.copy_(drawn.uniform_().double() * (high - low) + low)  # as eager rounds
+
+
+def _around(drawn: torch.Tensor, mean: Any = 0.0, std: Any = 1.0) -> torch.Tensor:
+    if std < 0:
+        raise RuntimeError
+    return drawn.copy_(drawn.normal_().double() * std + mean)
+
+
+_DRAWS = {"uniform_": _between, "normal_": _around}
+
+
+def _drawn(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``noise.uniform_(-bound, bound)`` with a tensor for a bound, as NEFTune's hook has it: such
+    draws take numbers alone, which are known when the graph runs. As many are drawn of the standard
+    distribution and stretched: the same in float32 and wider, in 16 bits but for a rounding. Bounds
+    that eager refuses fail a check."""
+    if name not in _DRAWS:
+        return _call_tensor(self, tx, name, args, kwargs)
+    given = [_wide(tx, one.realize()) for one in args]
+    named = {{"to": "high"}.get(key, key): _wide(tx, one.realize()) for key, one in kwargs.items()}
+    unknown = any(isinstance(x, TensorVariable) for x in (*given, *named.values()))
+    if not unknown or not named.keys() <= {"high", "mean", "std"}:
+        return _call_tensor(self, tx, name, args, kwargs)
+    stretched = VariableTracker.build(tx, _DRAWS[name])
+    return stretched.call_function(tx, [self, *given], named)
+
+
+def _wide(tx: Any, number: Any) -> Any:
+    """A number that a graph does not know, as a tensor in float64; all else as it is."""
+    if isinstance(number, TensorVariable):
+        return number.call_method(tx, "double", [], {})
+    if not isinstance(number, SymNodeVariable) or not _known_when_run(number):
+        return number
+    call, options = tx.output.create_proxy, {"dtype": torch.float64}
+    given = (number.as_proxy(),)
+    return wrap_fx_proxy(tx, call("call_function", torch.scalar_tensor, given, options))
+
+
 HANDLERS = {dis.opmap[name]: _jump(name) for name in _JUMPS}
 if "BINARY_SUBSCR" in dis.opmap:  # a case of BINARY_OP from Python 3.14 on
     HANDLERS[dis.opmap["BINARY_SUBSCR"]] = _subscript
@@ -327,6 +372,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "method_split", _split),
     (TensorVariable, "method_chunk", _chunk),
     (TorchInGraphFunctionVariable, "call_function", _call_in_graph),
+    (TensorVariable, "call_method", _drawn),
     (BuiltinVariable, "call_range", _range),
     (PolyfilledFunctionVariable, "call_function", _any_or_all),
     (NumpyVariable, "call_function", _averaged),

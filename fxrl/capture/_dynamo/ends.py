@@ -36,11 +36,12 @@ def _may_end(self: Any) -> bool:
     """Whether a graph may end here in a function that is called.
 
     Not in a comprehension, which cannot be resumed; not where torch's backward hooks look for what
-    autograd noted, which no trace holds; nor in a loop, whose function would be left out with all
-    of its callers.
+    autograd noted, which no trace holds; not where a hook is registered, which would be in a copy
+    of its module's hooks; nor in a loop, whose function would be left out with all of its callers.
     """
     name, file = self.f_code.co_name, self.f_code.co_filename
     whole = (name.startswith("<") and name != "<lambda>") or file == torch.utils.hooks.__file__
+    whole = whole or (name.startswith("register_") and file == torch.nn.modules.module.__file__)
     return _could_end(self) and not whole and not _in_loop(self)
 
 

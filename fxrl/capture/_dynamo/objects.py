@@ -38,6 +38,7 @@ from torch._dynamo.variables.nn_module import (
     unpatched_nn_module_call,
     unpatched_nn_module_call_impl,
 )
+from torch.utils.hooks import RemovableHandle
 
 from fxrl.capture._torch import global_hooks
 from fxrl.capture.repeated import again, kind_of_cache, only_again
@@ -75,6 +76,9 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if tx.next_instruction.opname == "GET_ITER" and _is_progress_bar(self.value) and len(args) == 1:
         return args[0]  # ``for row in tqdm(rows)``: the loop has run before a bar could be drawn
+    if self.value is RemovableHandle:  # what it does with a module's hooks would raise while traced
+        why = "a hook is registered as the step runs; register it before, and keep it"
+        unimplemented(gb_type="register_hook()", context="", explanation=why, hints=[])
     if self.value is not SimpleNamespace or args or _KNOWS_NAMESPACES:
         return _make_instance(self, tx, args, kwargs)
     kind = UserDefinedClassVariable(_Namespace, source=self.source)
