@@ -171,8 +171,8 @@ class _Body:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors that a group's node reads; of a product that sums over heads, the factors."""
-        given = bound(node)
-        skipped = given["self"] if node in self._found.sums and "mat1" in given else None
+        given = bound(node) if node in self._found.sums else {}
+        skipped = given["self"] if "mat1" in given else None
         return [arg for arg in node.all_input_nodes if is_tensor(arg) and arg is not skipped]
 
     def _feed(self, node: fx.Node, share: Share | None) -> None:
@@ -215,10 +215,10 @@ class _Body:
 
     def _value(self, node: fx.Node) -> Any:
         """A group's value, a size, or what is whole: looks at an input are made here."""
-        if not is_tensor(node):
-            return self._size(node.meta["val"])
         if (node, None) in self._parts:
             return self._parts[node, None]
+        if isinstance(node.meta["val"], torch.SymInt):
+            return self._size(node.meta["val"])
         if node not in self._places:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
             self._places[node] = self._builder.call(node.target, *args, **kwargs)

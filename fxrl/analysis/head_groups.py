@@ -165,7 +165,8 @@ class _Walk:
             raise Refusal("it brings heads together with what all of them make", at=node)
         if is_call(node, operator.getitem):
             parts: Any = shares[reads[0]]
-            shares[node] = parts[node.args[1]]
+            step = Step(parts[node.args[1]])
+            self._found.steps[node], shares[node] = step, step.shares
             return
         try:
             step = self._step(node)

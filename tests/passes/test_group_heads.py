@@ -114,6 +114,18 @@ class Attention(Block):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+class Halves(Attention):
+    """Features in two halves, as some turn them for RoPE."""
+
+    def made(self, x):
+        q, k, v = super().made(x)
+        return self.turned(q), self.turned(k), v
+
+    def turned(self, x):
+        one, other = x.unflatten(-1, (self.heads, -1)).chunk(2, -1)
+        return torch.cat([-other, one], -1).flatten(-2)
+
+
 class NormOfAllHeads(Attention):
     def made(self, x):
         q, k, v = super().made(x)
@@ -196,6 +208,15 @@ def test_any_mixture_of_choices_has_eagers_numbers():
         assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
     applied = [r.site for r in step.report.remarks if r.pass_name == "group-heads"]
     assert sorted(applied) == sorted(choices)
+
+
+def test_features_of_a_head_may_be_taken_apart():
+    model = make_stack(1, block=Halves)
+    step = fxrl.optimize(
+        model, square_loss, ONE_BY_ONE, plan=Plan({"0:blocks.0": CutLayer(head_groups=4)})
+    )
+    assert_matches_eager(step, square_loss, model, ids_batch(), tol=1e-12)
+    assert "group-heads" in {r.pass_name for r in step.report.of_kind("applied")}
 
 
 def tiny(kind, adapters):
