@@ -278,7 +278,8 @@ def test_grad_scaler_scales_and_skips() -> None:
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-2, atol=1e-3)
 
 
-def test_a_checkpoint_around_the_first_call() -> None:
+@pytest.mark.parametrize("anomalies", [False, True])
+def test_a_checkpoint_around_the_first_call(anomalies: bool) -> None:
     """What is traced for the head's backward is nothing that the checkpoint is asked for again."""
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -288,8 +289,9 @@ def test_a_checkpoint_around_the_first_call() -> None:
 
     model, batch = make_model(), make_batch()
     step = optimize(model, loss_fn, CONFIG)
-    found = checkpoint(step, batch, use_reentrant=False)
-    found.backward()
+    with torch.autograd.set_detect_anomaly(anomalies):
+        found = checkpoint(step, batch, use_reentrant=False)
+        found.backward()
     gradients = grads(model)
     wanted = loss_fn(model, batch)
     wanted.backward()

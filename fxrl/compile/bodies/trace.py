@@ -294,6 +294,7 @@ class TracedBody:
         with (
             self.mode,
             without_saved_tensors_hooks(),
+            torch.autograd.set_detect_anomaly(False),  # which looks for NaNs in what has no values
             enable_python_dispatcher(),
             torch.no_grad(),
             without_autocast(),
