@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.region_costs import call_cost, known_profiles, off_meta
 from fxrl.ir.plan import Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
-from fxrl.ir.region import regions_of
+from fxrl.ir.region import region_calls, regions_of
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
+from fxrl.planner.target import TARGETS
 from tests.passes.lowered import call, draw, head_inputs, lowered, plain
 
 
@@ -320,7 +322,7 @@ def frozen(function, seed=0, **options):
     weight.requires_grad_(False)
     gm = lowered(function, hidden, weight, ids)
     report = ChunkVocabRegion(tile_tokens=2, **options).run(gm)
-    return gm, {"hidden": hidden, "weight": weight, "ids": ids}, plain(report)
+    return gm, {"hidden": hidden, "weight": weight, "ids": ids}, report
 
 
 def cuts(gm):
@@ -344,9 +346,9 @@ MADE = {  # the products of a tile's forward; in the backward there are none
 
 @pytest.mark.parametrize("function", list(MADE), ids=lambda f: f.__name__)
 def test_of_a_frozen_head_the_forward_makes_the_gradients(function):
-    gm, inputs, said = frozen(function)
+    gm, inputs, report = frozen(function)
     assert cuts(gm) == ["vectors"]
-    assert "live in tiles of 2 rows, which make the gradients too" in said
+    assert "live in tiles of 2 rows, which make the gradients too" in plain(report)
     expected = function(*inputs.values())
     found = call(gm, **inputs)  # which holds the kernels, so that nothing is traced again
     _, ahead = products(call, gm, **inputs)
@@ -363,8 +365,11 @@ def test_of_a_frozen_head_the_forward_makes_the_gradients(function):
 
 
 def test_two_outputs_have_a_vector_each():
-    gm, inputs, _ = frozen(divergence_and_margin)
+    gm, inputs, report = frozen(divergence_and_margin)
     assert cuts(gm) == ["vectors"]
+    *_, without = frozen(divergence_and_margin, save_vectors=False)
+    vectors = 2 * inputs["hidden"].nbytes
+    assert without.saved_bytes - report.saved_bytes == vectors
     expected = divergence_and_margin(*inputs.values())
     found, twice = call(gm, **inputs), call(gm, **inputs)
     upstream = draw(6)
@@ -431,3 +436,24 @@ def test_what_is_scored_has_the_bits_of_what_is_trained():
     ]
     error, of_eager = (torch.dist(grad, grads[2]) for grad in grads[:2])
     assert error < 1.1 * of_eager
+
+
+@pytest.mark.parametrize(("save", "ahead", "behind"), [(True, 3, 0), (False, 2, 3)])
+def test_the_planner_knows_what_is_kept_and_multiplied(save, ahead, behind):
+    rows, width, vocab = 8192, 4096, 32768
+    hidden, weight = (
+        torch.empty(n, width, device="meta", dtype=torch.bfloat16, requires_grad=n == rows)
+        for n in (rows, vocab)
+    )
+    gm = lowered(divergence, hidden, weight, torch.empty(rows, device="meta", dtype=torch.long))
+    ChunkVocabRegion(tile_tokens=2048, save_vectors=save).run(gm)
+    (made,) = region_calls(gm)
+    target, profiles = TARGETS["h100"], known_profiles(None, Plan())
+    inputs = [node.meta["val"] for node in made.args[0]]
+    figures = profiles(off_meta(made.meta["region"])).at(inputs, int, target, 2048)
+    cost, states = call_cost(made, figures, int), 2 * rows * width
+    assert cost.kept_bytes == save * states
+    assert len(cost.reads_later) == 4 * (not save)
+    product = 2 * rows * width * vocab / target.product_flops
+    for seconds, count in ((figures.forward_s, ahead), (figures.backward_s, behind)):
+        assert count <= seconds / product < 1.15 * count + 0.02
