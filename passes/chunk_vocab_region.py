@@ -8,7 +8,8 @@ becomes
 
 Any loss will do: what counts is that each token's row is computed from its own hidden state. Row
 selections (shifts, slices, masks, index-selects) move above the matmul, so rows that nobody reads
-are not projected. The region recomputes its tile in the backward.
+are not projected. The region recomputes its tile in the backward, or makes each row's gradient in
+the forward (``rows.cost.made_in_forward``).
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar, final
+from typing import Any, ClassVar, Self, TypeVar, final
 
+import torch
 from torch import fx
 
 import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
 from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
-from fxrl.analysis.rows.cost import eager_bytes, row_bytes, tile_rows
+from fxrl.analysis.rows.cost import eager_bytes, made_in_forward, row_bytes, tile_rows
 from fxrl.analysis.rows.emit import Feeds, RowEmitter, body_graph
 from fxrl.analysis.rows.expr import Leaf
 from fxrl.config import Config, parse_bytes
-from fxrl.ir.graph import last_input, needs_grad, shape_of, val_of
+from fxrl.ir.graph import last_input, nbytes, needs_grad, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, Keep, TileHead, describe
 from fxrl.ir.region import InputSpec, Region, call_region, differentiated
 from fxrl.ir.remark import Refusal, format_bytes
+
+DETACH = torch.ops.aten.detach.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,45 +88,60 @@ class HeadPass(Pass[H]):
         per_row = row_bytes(site.head)
         tile = tile_rows(per_row, val_of(site.anchor).device, choice.tile_tokens)
         shape = " x ".join(str(size) for size in shape_of(site.anchor))
-        did = self.replace(gm, site, choice.tile_tokens, tile)
-        return Applied(f"logits [{shape}] {did}", max(0, site.saved_bytes - 3 * tile * per_row))
+        did, kept_bytes = self.replace(gm, site, choice.tile_tokens, tile)
+        saved_bytes = max(0, site.saved_bytes - 3 * tile * per_row - kept_bytes)
+        return Applied(f"logits [{shape}] {did}", saved_bytes)
 
     @abstractmethod
-    def replace(self, gm: fx.GraphModule, site: H, tile_tokens: int, tile: int) -> str:
-        """Rewrite one cluster; returns what becomes of its logits, in words. ``tile_tokens`` are
-        the rows per tile that were asked for (0: none), ``tile`` those that fit."""
+    def replace(self, gm: fx.GraphModule, site: H, tile_tokens: int, tile: int) -> tuple[str, int]:
+        """Rewrite one cluster; returns what becomes of its logits, in words, and the bytes of the
+        gradients that its forward makes. ``tile_tokens`` are the rows per tile that were asked for
+        (0: none), ``tile`` those that fit."""
 
 
 @dataclass(frozen=True)
 class ChunkVocabRegion(HeadPass[HeadCluster]):
     """General: any row-local loss, in tiles of rows."""
 
+    save_vectors: bool = True  # make gradients in the forward where that spares products
+
     name: ClassVar[str] = "chunk-vocab-region"
     doc: ClassVar[PassDoc] = PassDoc(
         "`lm_head` and any row-local PyTorch after it that ends without a vocabulary dim",
         "all but one tile of the logits and of everything computed from them",
-        "the tile's matmul once more in backward",
+        "frozen head, outputs of one number per row: one `[N, H]` vector for each that is "
+        "differentiated, unless `save_vectors` is off; else, and where that spares no product, the "
+        "tile's matmul once more in backward",
         "logits escape (returned, hooked, stored, sampled from) or tokens are mixed",
     )
 
     def site(self, head: HeadSite) -> HeadCluster:
         return HeadCluster(head.anchor, eager_bytes(head), head)
 
-    def replace(self, gm: fx.GraphModule, site: HeadCluster, tile_tokens: int, tile: int) -> str:
-        run_by_tiles(gm, site.head, tile)
-        return f"live in tiles of {tile} rows"
+    def replace(
+        self, gm: fx.GraphModule, site: HeadCluster, tile_tokens: int, tile: int
+    ) -> tuple[str, int]:
+        vectors = run_by_tiles(gm, site.head, tile, save_vectors=self.save_vectors)
+        beside = ", which make the gradients too" if vectors else ""
+        return f"live in tiles of {tile} rows{beside}", vectors
 
 
-def run_by_tiles(gm: fx.GraphModule, head: HeadSite, tile: int) -> None:
-    """Replace a site's row programs by regions with tiles of ``tile`` rows; call ``tidy``
-    afterwards. Raises ``Refusal``, leaving only dead nodes behind, if a size is not known where it
-    is needed."""
+def run_by_tiles(
+    gm: fx.GraphModule, head: HeadSite, tile: int, *, save_vectors: bool = False
+) -> int:
+    """Replace a site's row programs by regions with tiles of ``tile`` rows, which make gradients in
+    the forward where they may (``save_vectors``) and that spares products; call ``tidy``
+    afterwards. Returns the bytes of these gradients. Raises ``Refusal``, leaving only dead nodes
+    behind, if a size is not known where it is needed."""
     with gm.graph.inserting_after(last_input(gm.graph)):
         emitter = RowEmitter(gm.graph)
         plans = [_feed(emitter, program) for program in head.programs]
-        for program, inputs in zip(head.programs, plans, strict=True):
-            _replace(gm, emitter, program, inputs, tile)
+        vectors = [
+            _replace(gm, emitter, program, inputs, tile, save_vectors)
+            for program, inputs in zip(head.programs, plans, strict=True)
+        ]
         emitter.count_rows(head.wide)
+    return sum(vectors)
 
 
 def _feed(emitter: RowEmitter, program: RowProgram) -> Feeds:
@@ -136,10 +155,32 @@ def _is_trained(leaf: Leaf, feed: fx.Node) -> bool:
     return needs_grad(leaf.node) and val_of(feed).is_floating_point()
 
 
+def _detach_unread(body: fx.GraphModule, program: RowProgram) -> None:
+    """Say of outputs to which no gradient comes back that they have none, where others do: a
+    metric beside a loss."""
+    attached = [output.attached for output in program.outputs]
+    end = body.graph.output_node()
+    results: Any = end.args[0]
+    with body.graph.inserting_before(end):
+        made = tuple(
+            result if keep or not any(attached) else body.graph.call_function(DETACH, (result,))
+            for result, keep in zip(results, attached, strict=True)
+        )
+    end.args = (made,)
+    body.recompile()
+
+
 def _replace(
-    gm: fx.GraphModule, emitter: RowEmitter, program: RowProgram, inputs: Feeds, tile: int
-) -> None:
+    gm: fx.GraphModule,
+    emitter: RowEmitter,
+    program: RowProgram,
+    inputs: Feeds,
+    tile: int,
+    save_vectors: bool,
+) -> int:
+    """One program by a region; returns the bytes of the gradients that its forward makes."""
     body = body_graph(program.roots, [expr for expr, _, _ in inputs])
+    _detach_unread(body, program)
     specs = [
         InputSpec(val_of(node), leaf.tiled, back and _is_trained(leaf, node))
         for (_, leaf, node), back in zip(inputs, differentiated(body), strict=True)
@@ -150,6 +191,11 @@ def _replace(
         for output in program.outputs
     ]
     feeds = [node for _, _, node in inputs]
-    values = call_region(gm.graph, Region(body, tuple(specs)), feeds, tile, results)
+    vectors = save_vectors and made_in_forward(body, specs, program.outputs)
+    count = sum(output.attached for output in program.outputs) if vectors else 0
+    region = Region(body, tuple(specs), "vectors" if vectors else "inputs")
+    values = call_region(gm.graph, region, feeds, tile, results)
     for output, value in zip(program.outputs, values, strict=True):
         output.replace(emitter.builder, emitter.restore(value, output.value))
+    trained = [feed for feed, spec in zip(feeds, specs, strict=True) if spec.needs_grad]
+    return count * sum(map(nbytes, trained))

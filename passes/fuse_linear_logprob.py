@@ -30,10 +30,20 @@ from fxrl.analysis.rows.analysis import HeadSite, RowProgram
 from fxrl.analysis.rows.cost import eager_bytes
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
-from fxrl.ir.graph import SHARDED_MM, hint, is_piecewise_product, last_input, shape_of, val_of
+from fxrl.ir.graph import (
+    SHARDED_MM,
+    hint,
+    is_piecewise_product,
+    last_input,
+    nbytes,
+    needs_grad,
+    shape_of,
+    val_of,
+)
 from fxrl.ir.graph_pass import PassDoc
 from fxrl.ir.remark import Refusal
 from fxrl.ops.linear_logprob import OUTPUTS, LossHead
+from fxrl.ops.linear_logprob.arguments import made_in_forward
 from fxrl.ops.piecewise_head import PART, Held
 from fxrl.passes.chunk_vocab_region import HeadCluster, HeadPass
 
@@ -78,16 +88,17 @@ class FuseLinearLogprob(HeadPass[LogprobSite]):
         fused = tuple(recognise(head, program) for program in head.programs)
         return LogprobSite(head.anchor, eager_bytes(head), head, fused)
 
-    def replace(self, gm: fx.GraphModule, site: LogprobSite, tile_tokens: int, tile: int) -> str:
+    def replace(
+        self, gm: fx.GraphModule, site: LogprobSite, tile_tokens: int, tile: int
+    ) -> tuple[str, int]:
         with gm.graph.inserting_after(last_input(gm.graph)):
             emitter = RowEmitter(gm.graph)
             for fused in site.fused:
                 emitter.check_restorable(output.value for output in fused.program.outputs)
-            for fused in site.fused:
-                _Emission(emitter, fused, tile_tokens).run()
+            vectors = [_Emission(emitter, fused, tile_tokens).run() for fused in site.fused]
             emitter.count_rows(site.head.wide)
         stats = sorted({name for fused in site.fused for name in fused.algebra.stats})
-        return f"never exist; computes {', '.join(stats)}"
+        return f"never exist; computes {', '.join(stats)}", sum(vectors)
 
 
 def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
@@ -123,16 +134,18 @@ class _Emission:
         self.env: dict[int, fx.Node] = {}
         self.stats: dict[str, fx.Node] = {}
 
-    def run(self) -> None:
-        self._op()
+    def run(self) -> int:
+        """Returns the bytes of the gradients that the op's forward makes."""
+        vectors = self._op()
         for output, root in zip(self.fused.program.outputs, self.fused.roots, strict=True):
             rows, dtype = self.emit(root), val_of(output.node).dtype
             if val_of(rows).dtype != dtype:
                 rows = self.call(aten._to_copy.default, rows, dtype=dtype)
             output.replace(self.emitter.builder, self.emitter.restore(rows, output.value))
+        return vectors
 
     # -- the op itself
-    def _op(self) -> None:
+    def _op(self) -> int:
         head, transform = self.algebra.head, self.algebra.transform
         assert transform is not None
         hidden = self.emit(head.args[head.target is aten.addmm.default])
@@ -157,6 +170,10 @@ class _Emission:
             if name in self.algebra.stats:
                 self.stats[name] = self.call(operator.getitem, call, index)
         self.target = target
+        differentiated = [name for name in OUTPUTS if self.algebra.stats.get(name)]
+        trained = needs_grad(weight) or needs_grad(options.get("bias"))
+        made = needs_grad(hidden) and made_in_forward(trained, differentiated)
+        return made * len(differentiated) * nbytes(hidden)
 
     def _held(self, head: RowExpr, hidden: fx.Node) -> dict[str, Any]:
         """How a head is held that is read in pieces."""

@@ -7,7 +7,9 @@ body and keeps them under a key made of content and options.
 What a region's backward needs of its forward is the region's **cut**: its ``inputs`` (the backward
 runs the forward again, inside one graph, so what it does not need is dead code), these and what
 ``attention`` returned, the ``fewest`` bytes that spare the matrix products (all norms and
-activations are computed again), or the ``products`` (and what of the rest is not cheap).
+activations are computed again), or the ``products`` (and what of the rest is not cheap). Of tiles
+it may be ``vectors``: each output has one number per row, whose gradient by that row of an input is
+made in the forward while the tile is there; the backward scales these by what comes in.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import fx
 from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad
 from fxrl.ir.printer import Symbols, print_graph
 
-Cut = Literal["inputs", "attention", "fewest", "products"]
+Cut = Literal["inputs", "attention", "fewest", "products", "vectors"]
 
 #: Bodies as text, each printed once: the layers of a model share one, and have many lines.
 _TEXTS: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
@@ -55,7 +57,7 @@ class Region:
     # any input is tiled, all outputs have the rows in dim 0.
     forward: fx.GraphModule
     inputs: tuple[InputSpec, ...]  # one spec per input
-    cut: Cut = "inputs"  # what the backward gets; only ``inputs`` for tiles
+    cut: Cut = "inputs"  # what the backward gets; for tiles ``inputs`` or ``vectors``
     layer: str = ""  # site of the layer that it is a part of; no part of the content
     # How many groups run the body one after the other, each with its part of the inputs that are
     # split. The outputs are sums over the groups.

@@ -18,6 +18,7 @@ belong to the captures that run them, and to the backward passes that still need
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from fxrl.ir.graph import Size, memory_like
 from fxrl.ir.region import InputSpec, Region
 from fxrl.ops import once_differentiable
 from fxrl.ops.host_memory import can_wait, pool_of
+from fxrl.ops.linear_logprob.op import linear_logprob_scale
 from fxrl.ops.out_of_memory import join, with_room
 
 TensorFunction = Callable[..., Sequence[Tensor]]
@@ -62,6 +64,11 @@ class RegionKernels(ABC):
     region: Region  # the region itself
     grad_outputs: tuple[int, ...]  # which outputs take an incoming gradient
     min_rows: int = 1  # tiles of fewer rows are padded (a compiled body may assume at least 2)
+
+    @property
+    def makes_vectors(self) -> bool:
+        """Whether the forward makes the gradients; see ``new_vectors``."""
+        return self.region.cut == "vectors" and bool(self.grad_outputs)
 
     @abstractmethod
     def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
@@ -173,10 +180,12 @@ def region_vjp(
     kept: list[Tensor], grads: list[Tensor], sizes: list[int], key: str, tile: int
 ) -> list[Tensor]:
     """Gradients of the inputs that need one. ``kept`` are the tensors that the body's sources name,
-    in order (for tiles: all inputs), ``grads`` one per output that takes a gradient, ``sizes`` the
-    values of the region's varying sizes."""
+    in order (for tiles: all inputs, or the vectors), ``grads`` one per output that takes a
+    gradient, ``sizes`` the values of the region's varying sizes."""
     kernels = lookup(key)
     with torch.autocast(grads[0].device.type, enabled=False):
+        if kernels.makes_vectors:
+            return _scaled(kept, grads)
         if kernels.region.tiled:
             return _backward_by_tiles(kernels, kept, grads, int(tile))
         body = kernels.body(sizes)
@@ -221,7 +230,10 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
         return
     ctx.sizes = kernels.sizes_of(tensors)
     count, asked = len(output), {("output" if i < 0 else "input", i) for i in host}
-    if kernels.region.tiled:
+    if kernels.makes_vectors:
+        count -= kernels.region.num_grads
+        values = [_Value(vectors, own=True) for vectors in output[count:]]
+    elif kernels.region.tiled:
         values = [_Value(x, _is_made(x)) for x in tensors]
     else:
         body = kernels.body(ctx.sizes)
@@ -341,12 +353,60 @@ def _forward_by_tiles(kernels: RegionKernels, inputs: list[Tensor], tile: int) -
     results: list[Tensor] = []
     for start, stop in tile_bounds(rows, tile, kernels.min_rows):
         parts, padding = _tile_inputs(kernels, inputs, start, stop)
-        outputs = kernels.body(kernels.sizes_of(parts)).forward(*parts)
+        body = kernels.body(kernels.sizes_of(parts))
+        outputs = list(body.forward(*parts))
+        if kernels.makes_vectors:
+            outputs = _with_vectors(kernels, body, parts, outputs)
         if not results:
             results = [o.new_empty((rows, *o.shape[1:])) for o in outputs]
         for whole, part in zip(results, outputs, strict=True):
             whole[start:stop] = part[: part.shape[0] - padding]
-    return results or list(kernels.region.forward(*inputs))
+    return results or [*kernels.region.forward(*inputs), *new_vectors(kernels, inputs)]
+
+
+def new_vectors(kernels: RegionKernels, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Where a region keeps its gradients: for each input ``[N, ...]`` that needs one, of its dtype,
+    ``[N, K, ...]``, the gradients of the K outputs that take one by the input's row.
+
+    NOTE [Why one vector per output]: an output is a number per row, and depends on that row of an
+    input alone. So whatever the loss is, its gradient is one vector times the incoming scalar. Made
+    beside the tile, it costs the products with the weights once, and the backward none.
+    """
+    count = len(kernels.grad_outputs) if kernels.makes_vectors else 0
+    pairs = zip(inputs, kernels.region.inputs, strict=True)
+    wanted = [x for x, spec in pairs if spec.needs_grad and count]
+    return [x.new_empty((x.shape[0], count, *x.shape[1:])) for x in wanted]
+
+
+def _with_vectors(
+    kernels: RegionKernels, body: Body, parts: Sequence[Tensor], made: Sequence[Tensor]
+) -> list[Tensor]:
+    """A tile's outputs and vectors, from what its forward made of its ``parts``."""
+    read = [
+        made[i] if kind == "output" else parts[i]
+        for kind, i in body.sources
+        if kind in ("input", "output")
+    ]
+    by_output = []
+    for output in kernels.grad_outputs:
+        units = [made[i].new_full(made[i].shape, float(i == output)) for i in kernels.grad_outputs]
+        by_output.append(_backward(body, kernels.key, read, units))
+    stacked = (torch.stack(vectors, dim=1) for vectors in zip(*by_output, strict=True))
+    return [*made[: body.num_outputs], *stacked]
+
+
+def _scaled(vectors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a region's inputs from ``new_vectors`` and what comes in for its outputs: sums
+    in fp32 at least, rounded once."""
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    given = torch.stack([grad.reshape(-1).to(wide) for grad in grads])
+    found = []
+    for each in vectors:
+        rows, count, *rest = each.shape
+        flat = each.reshape(rows, count, math.prod(rest)).transpose(0, 1)
+        scaled = linear_logprob_scale(given, flat, each.dtype)
+        found.append(scaled.view(rows, *rest))
+    return found
 
 
 def _backward_by_tiles(

@@ -37,22 +37,23 @@ def raw(gm):
     return graph
 
 
-def runnable(gm):
-    """``gm`` with its regions built op by op; takes tensors in the order of its inputs."""
+def runnable(gm, options=None):
+    """``gm`` with its regions built, op by op unless Inductor has ``options``; takes tensors in the
+    order of its inputs."""
     gm.meta["kernels"] = []  # the graph owns them
     for call in region_calls(gm):
-        kernels = build_region(call.meta["region"], None)
+        kernels = build_region(call.meta["region"], options)
         call.update_arg(1, kernels.key)
         gm.meta["kernels"].append(kernels)
     gm.recompile()
     return gm
 
 
-def call(gm, **tensors):
+def call(gm, options=None, **tensors):
     """Run a rewritten graph on tensors given by the names of the function's arguments."""
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     values = [next(v for key, v in tensors.items() if key in name) for name in names]
-    result = runnable(gm)(*values)
+    result = runnable(gm, options)(*values)
     return result[0] if isinstance(result, (tuple, list)) else result
 
 

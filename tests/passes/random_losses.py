@@ -35,7 +35,9 @@ LEAVES = ("hidden", "weight", "weight2", "bias", "column")
 Draw = Callable[[Any], Any]
 
 
-def make_inputs(batch: int = 3, length: int = 5, seed: int = 0) -> list[torch.Tensor]:
+def make_inputs(
+    batch: int = 3, length: int = 5, seed: int = 0, trained: tuple[str, ...] = LEAVES
+) -> list[torch.Tensor]:
     """Inputs in the order of ``ARGUMENTS``; float64."""
     g = torch.Generator().manual_seed(seed)
 
@@ -51,7 +53,7 @@ def make_inputs(batch: int = 3, length: int = 5, seed: int = 0) -> list[torch.Te
         "column": normal(batch, length),
         "full": normal(batch, length, VOCAB),
     }
-    for name in LEAVES:
+    for name in trained:
         values[name].requires_grad_()
     return [values[name] for name in ARGUMENTS]
 
@@ -280,14 +282,19 @@ class Rewritten:
 
 
 def rewrite(
-    gm: fx.GraphModule, passes: tuple[str, ...], *, dynamic: bool, tile: int = 4
+    gm: fx.GraphModule,
+    passes: tuple[str, ...],
+    *,
+    dynamic: bool,
+    tile: int = 4,
+    trained: tuple[str, ...] = LEAVES,
 ) -> Rewritten:
-    """Lower ``gm`` on fake inputs, run the passes, build the regions op by op."""
+    """Lower ``gm`` on fake inputs of which these are trained, run the passes, build the regions op by op."""
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     mode.cache_enabled = False  # as a step captures
     placeholders = gm.graph.find_nodes(op="placeholder")
-    for node, value in zip(placeholders, make_inputs(), strict=True):
+    for node, value in zip(placeholders, make_inputs(trained=trained), strict=True):
         rows = (
             DimDynamic.DUCK if dynamic and node.name not in ("weight", "weight2", "bias") else None
         )
@@ -306,7 +313,7 @@ def rewrite(
 
 
 def run(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-    """Loss and the gradients of ``LEAVES``; None where there is none."""
+    """Loss and the gradients of the inputs that are trained; None where there is none."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     with torch.enable_grad():
         loss = gm(*leaves)

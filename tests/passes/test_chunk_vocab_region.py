@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
+from fxrl.compile.bodies.inductor import InductorOptions
+from fxrl.compile.region_costs import call_cost, known_profiles, off_meta
 from fxrl.ir.plan import Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
-from fxrl.ir.region import regions_of
+from fxrl.ir.region import region_calls, regions_of
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
-from tests.passes.lowered import call, head_inputs, lowered, plain
+from fxrl.planner.target import TARGETS
+from tests.passes.lowered import call, draw, head_inputs, lowered, plain
 
 
 def margin(hidden, weight, ids):
@@ -260,3 +263,197 @@ def test_frozen_head_gets_no_gradient():
     call(gm, hidden=hidden, weight=weight, ids=ids).backward()
     assert weight.grad is None
     assert hidden.grad is not None
+
+
+# ---------------------------------------------------------------------------- gradients in forward
+def divergence(hidden, weight, ids):
+    with torch.no_grad():
+        teacher = F.linear(hidden * 2, weight.flip(1)).log_softmax(-1)
+    student = F.linear(hidden, weight).log_softmax(-1)
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def divergence_and_margin(hidden, weight, ids):
+    top = F.linear(hidden, weight).amax(-1).tanh()
+    return divergence(hidden, weight, ids) * top
+
+
+def divergence_beside_a_metric(hidden, weight, ids):
+    logps = F.linear(hidden, weight).log_softmax(-1)
+    loss, metric = logps.square().sum(-1), logps.detach().exp().amax(-1)
+    return loss * metric + logps.topk(3).values.detach().sum(-1)
+
+
+def temperature_of_each_row(hidden, weight, ids):
+    scale = hidden.exp().sum(-1, keepdim=True)
+    return (F.linear(hidden, weight) / scale).softmax(-1).square().sum(-1)
+
+
+def of_a_chosen_row(hidden, weight, ids):
+    return F.linear(hidden, weight)[1:-1].log_softmax(-1).amin(-1)
+
+
+def row_margin(hidden, weight, ids):
+    z = F.linear(hidden, weight)
+    return z.gather(-1, ids[:, None])[:, 0] - z.amax(-1)
+
+
+def clips_its_gradient(hidden, weight, ids):
+    return Clipped.apply(F.linear(hidden, weight)).square().sum(-1)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.1, 0.1)
+
+
+def several_numbers_of_a_row(hidden, weight, ids):
+    return F.linear(hidden, weight).log_softmax(-1).topk(3).values.sum(-1).tanh()
+
+
+def frozen(function, seed=0, **options):
+    """The rewritten graph of a loss over a frozen head, its inputs, and what was said."""
+    hidden, weight, ids = head_inputs(seed)
+    weight.requires_grad_(False)
+    gm = lowered(function, hidden, weight, ids)
+    report = ChunkVocabRegion(tile_tokens=2, **options).run(gm)
+    return gm, {"hidden": hidden, "weight": weight, "ids": ids}, report
+
+
+def cuts(gm):
+    return [region.cut for region in regions_of(gm).values()]
+
+
+def products(function, *args, **options):
+    """What a function returns, and how many matrix products it runs."""
+    with torch.autograd.profiler.profile() as profiler:
+        result = function(*args, **options)
+    return result, sum(e.count for e in profiler.key_averages() if e.key == "aten::mm")
+
+
+MADE = {  # the products of a tile's forward; in the backward there are none
+    divergence: 3,
+    divergence_beside_a_metric: 2,
+    temperature_of_each_row: 2,
+    of_a_chosen_row: 2,
+}
+
+
+@pytest.mark.parametrize("function", list(MADE), ids=lambda f: f.__name__)
+def test_of_a_frozen_head_the_forward_makes_the_gradients(function):
+    gm, inputs, report = frozen(function)
+    assert cuts(gm) == ["vectors"]
+    assert "live in tiles of 2 rows, which make the gradients too" in plain(report)
+    expected = function(*inputs.values())
+    found = call(gm, **inputs)  # which holds the kernels, so that nothing is traced again
+    _, ahead = products(call, gm, **inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    tiles = len(expected) // 2
+    assert ahead == MADE[function] * tiles
+    for seed in (1, 2):  # the same vectors twice
+        upstream = draw(len(expected), seed=seed)
+        given = inputs["hidden"], upstream
+        want = torch.autograd.grad(expected, *given, retain_graph=True)
+        got, back = products(torch.autograd.grad, found, *given, retain_graph=True)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        assert back == 0
+
+
+def test_two_outputs_have_a_vector_each():
+    gm, inputs, report = frozen(divergence_and_margin)
+    assert cuts(gm) == ["vectors"]
+    *_, without = frozen(divergence_and_margin, save_vectors=False)
+    vectors = 2 * inputs["hidden"].nbytes
+    assert without.saved_bytes - report.saved_bytes == vectors
+    expected = divergence_and_margin(*inputs.values())
+    found, twice = call(gm, **inputs), call(gm, **inputs)
+    upstream = draw(6)
+    (want,) = torch.autograd.grad(expected, inputs["hidden"], upstream)
+    (got,) = torch.autograd.grad(found - 2 * twice, inputs["hidden"], upstream)
+    torch.testing.assert_close(got, -want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (row_margin, {}),  # two vectors would cost what one tile more does, and memory
+        (clips_its_gradient, {}),
+        (several_numbers_of_a_row, {}),
+        (divergence, {"save_vectors": False}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_where_that_is_wrong_or_spares_nothing_the_tile_is_computed_again(function, options):
+    gm, inputs, _ = frozen(function, **options)
+    assert cuts(gm) == ["inputs"]
+    expected, found = function(*inputs.values()), call(gm, **inputs)
+    upstream = draw(*expected.shape)
+    grads = [torch.autograd.grad(x, inputs["hidden"], upstream) for x in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("trained", ["weight", "nothing", "float16"])
+def test_who_makes_no_vectors(trained):
+    """A trained head needs the logits' gradient; nothing trained, no gradient at all; and in
+    float16 a small one would be lost before the loss is scaled."""
+    hidden, weight, ids = head_inputs()
+    hidden.requires_grad_(trained == "float16")
+    weight.requires_grad_(trained == "weight")
+    if trained == "float16":
+        hidden, weight = hidden.detach().half().requires_grad_(), weight.half()
+    gm = lowered(divergence, hidden, weight, ids)
+    ChunkVocabRegion(tile_tokens=2).run(gm)
+    assert cuts(gm) == ["inputs"]
+
+
+def test_what_is_scored_has_the_bits_of_what_is_trained():
+    """Compiled: a tile that makes gradients too rounds as one that makes none."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 64, generator=generator).bfloat16().requires_grad_(n == 48)
+        for n in (48, 2000)
+    )
+    ids = torch.randint(0, 2000, (48,), generator=generator)
+    found = []
+    for trained in (True, False):
+        gm = lowered(divergence, hidden.detach().requires_grad_(trained), weight, ids)
+        ChunkVocabRegion(tile_tokens=16).run(gm)
+        assert cuts(gm) == ["vectors" if trained else "inputs"]
+        given = {"hidden": hidden, "weight": weight, "ids": ids}
+        found.append(call(gm, InductorOptions.of(None), **given))
+    assert torch.equal(*found)
+    upstream, eager = draw(48), divergence(hidden, weight, ids)
+    exact = hidden.detach().double().requires_grad_()
+    truth = divergence(exact, weight.double(), ids)
+    grads = [
+        torch.autograd.grad(result, x, upstream.to(result.dtype))[0].double()
+        for result, x in ((found[0], hidden), (eager, hidden), (truth, exact))
+    ]
+    error, of_eager = (torch.dist(grad, grads[2]) for grad in grads[:2])
+    assert error < 1.1 * of_eager
+
+
+@pytest.mark.parametrize(("save", "ahead", "behind"), [(True, 3, 0), (False, 2, 3)])
+def test_the_planner_knows_what_is_kept_and_multiplied(save, ahead, behind):
+    rows, width, vocab = 8192, 4096, 32768
+    hidden, weight = (
+        torch.empty(n, width, device="meta", dtype=torch.bfloat16, requires_grad=n == rows)
+        for n in (rows, vocab)
+    )
+    gm = lowered(divergence, hidden, weight, torch.empty(rows, device="meta", dtype=torch.long))
+    ChunkVocabRegion(tile_tokens=2048, save_vectors=save).run(gm)
+    (made,) = region_calls(gm)
+    target, profiles = TARGETS["h100"], known_profiles(None, Plan())
+    inputs = [node.meta["val"] for node in made.args[0]]
+    figures = profiles(off_meta(made.meta["region"])).at(inputs, int, target, 2048)
+    cost, states = call_cost(made, figures, int), 2 * rows * width
+    assert cost.kept_bytes == save * states
+    assert len(cost.reads_later) == 4 * (not save)
+    product = 2 * rows * width * vocab / target.product_flops
+    for seconds, count in ((figures.forward_s, ahead), (figures.backward_s, behind)):
+        assert count <= seconds / product < 1.15 * count + 0.02

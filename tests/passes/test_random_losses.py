@@ -7,9 +7,10 @@ from random import Random
 import pytest
 import torch
 
+from fxrl.ir.region import regions_of
 from fxrl.ir.remark import RemarkKind
 from fxrl.passes import REGISTRY
-from tests.passes.random_losses import LEAVES, MIXES, draw_loss, make_inputs, rewrite, run
+from tests.passes.random_losses import ARGUMENTS, MIXES, draw_loss, make_inputs, rewrite, run
 
 CHUNK, ALL = ("chunk-vocab-region",), tuple(REGISTRY)
 WAYS = [(CHUNK, False), (ALL, False), (ALL, True)]
@@ -40,7 +41,8 @@ def assert_equal_runs(gm, rewritten, inputs):
     loss, grads = run(gm, inputs)
     found, found_grads = run(rewritten, inputs)
     torch.testing.assert_close(found, loss, rtol=1e-9, atol=1e-9, equal_nan=True)
-    for name, expected, got in zip(LEAVES, grads, found_grads, strict=True):
+    trained = [name for name, x in zip(ARGUMENTS, inputs, strict=True) if x.requires_grad]
+    for name, expected, got in zip(trained, grads, found_grads, strict=True):
         # a path of zeros (detach, argmax) may be no path at all for one of the two
         expected = torch.zeros(()) if expected is None else expected
         got = torch.zeros_like(expected) if got is None else got
@@ -57,6 +59,17 @@ def test_rewritten_equals_eager(index):
     result = rewrite(gm, passes, dynamic=dynamic)
     assert result.report.of_kind(RemarkKind.APPLIED), f"{result.report}\n{gm.code}"
     assert_equal_runs(gm, result.graph, make_inputs())
+
+
+def test_frozen_heads_equal_eager():
+    """Where the forward makes the gradients, and where not."""
+    rows = ("hidden", "column")
+    made = Counter()
+    for index, gm in enumerate(losses()[1::6]):
+        result = rewrite(gm, CHUNK, dynamic=index % 2 == 1, trained=rows)
+        assert_equal_runs(gm, result.graph, make_inputs(trained=rows))
+        made.update(region.cut for region in regions_of(result.graph).values())
+    assert min(made["vectors"], made["inputs"]) >= 3, made
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -412,18 +412,24 @@ def programs(outputs: list[RowOutput]) -> list[RowProgram]:
     """
     nodes = {output.node for output in outputs}
     stage: dict[fx.Node, int] = {}
-    groups: dict[Any, list[RowOutput]] = {}
-    group_of: dict[tuple[int, int], int] = {}
+    groups: list[tuple[set[tuple[int, int]], list[RowOutput]]] = []  # rows, and who reads them
     for output in sorted(outputs, key=lambda output: output.node):
         root = output.value.expr
         inputs = [leaf.leaf.node for leaf in leaves([root]) if leaf.leaf is not None]
         before = [stage[node] for node in ancestors(inputs) if node in nodes]
         stage[output.node] = here = 1 + max(before, default=-1)
-        keys = [(rows, here) for rows in sorted(_product_rows([root]))]
-        group = next((group_of[key] for key in keys if key in group_of), len(groups))
-        group_of.update(dict.fromkeys(keys, group))
-        groups.setdefault(group, []).append(output)
-    return [RowProgram(tuple(group)) for group in groups.values()]
+        keys = {(rows, here) for rows in _product_rows([root])}
+        met = [group for group in groups if not keys.isdisjoint(group[0])]
+        if not met:
+            groups.append((set(), []))
+        (known, found), *others = met or groups[-1:]
+        for other in others:  # two heads with an output each, and this one of both
+            known |= other[0]
+            found += other[1]
+            groups.remove(other)
+        known |= keys
+        found.append(output)
+    return [RowProgram(tuple(found)) for _, found in groups]
 
 
 def _product_rows(roots: list[RowExpr]) -> set[int]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import fx
 
-from fxrl.analysis.rows.analysis import HeadSite
+from fxrl.analysis.layers import is_product
+from fxrl.analysis.rows.analysis import HeadSite, RowOutput
 from fxrl.analysis.saved_tensors import read_later
-from fxrl.ir.graph import base_of, hint, is_tensor, nbytes, tensor_val
+from fxrl.ir.graph import WITH_GRADIENT, base_of, hint, is_call, is_tensor, nbytes, tensor_val
+from fxrl.ir.region import InputSpec
 
+aten = torch.ops.aten
 #: Bytes of the largest intermediate of one tile: large enough to keep the matmul busy, small
 #: beside what the rewrite frees.
 _TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
@@ -37,6 +42,49 @@ def row_bytes(site: HeadSite) -> int:
         if val is not None and value is not None:
             widest = max(widest, math.prod(map(hint, value.local_sizes)) * val.element_size())
     return widest
+
+
+def made_in_forward(
+    body: fx.GraphModule, inputs: Sequence[InputSpec], outputs: Sequence[RowOutput]
+) -> bool:
+    """Whether a tile's forward can make the gradients that its backward will only scale (see
+    ``fxrl.ops.region.new_vectors``), and runs fewer products so.
+
+    It can where rows alone are trained, each output that is differentiated has one number per row,
+    and no gradient is the user's own: those need not be linear in what comes in. With K such
+    outputs, P products and D products of gradients, that is P + K D products and not 2 P + D.
+
+    NOTE [Why not in float16]: a ``GradScaler`` multiplies the loss by 2^16 so that a tile's small
+    gradients survive. What comes in is not known yet, and vectors would lose them.
+    """
+    nodes = list(body.graph.nodes)
+    trained = [spec for spec in inputs if spec.needs_grad]
+    differentiated = [output for output in outputs if output.attached]
+    if not (
+        trained
+        and all(spec.tiled for spec in trained)
+        and all(math.prod(map(hint, out.value.local_sizes)) == 1 for out in differentiated)
+        and not any(node.target is WITH_GRADIENT for node in nodes)
+        and not any(spec.example.dtype == torch.float16 for spec in inputs)
+        and not any(torch.float16 in (*node.args, *node.kwargs.values()) for node in nodes)
+    ):
+        return False
+    products = [node for node in nodes if is_product(node)]
+    return (len(differentiated) - 1) * _products_back(body, inputs) < len(products)
+
+
+def _products_back(body: fx.GraphModule, inputs: Sequence[InputSpec]) -> int:
+    """How many products a body's gradients take: one for each operand that leads to an input that
+    needs one."""
+    places = zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    leads = {node for node, spec in places if spec.needs_grad}
+    count = 0
+    for node in body.graph.nodes:
+        operands = leads.intersection(node.all_input_nodes)
+        if operands and not is_call(node, aten.detach.default):
+            leads.add(node)
+            count += is_product(node) * len(operands)
+    return count
 
 
 def tile_rows(per_row: int, device: torch.device, wanted: int) -> int:

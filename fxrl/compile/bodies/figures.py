@@ -48,8 +48,9 @@ class BodyProfile:
         self, inputs: Sequence[Tensor], measure: Measure, target: Target, tile: int = 0
     ) -> Figures:
         """Figures for the region's inputs, whose sizes ``measure`` knows. Of a tiled region with
-        ``tile`` rows per tile, the bytes are those of one tile and the seconds those of all; of one
-        that runs in groups, the bytes are those beside its results and incoming gradients."""
+        ``tile`` rows per tile, the bytes are those of one tile (and of all vectors, where it makes
+        some) and the seconds those of all; of one that runs in groups, the bytes are those beside
+        its results and incoming gradients."""
         read = map(measure, self._built.sizes_of(inputs))
         sizes = dict(zip(self._built.traced.bound.names, read, strict=True))
         if self._built.region.groups > 1:
@@ -59,8 +60,31 @@ class BodyProfile:
         bounds = tile_bounds(sizes["rows"], tile, self._built.min_rows)
         found = self._at({**sizes, "rows": bounds[-1][1] - bounds[-1][0]}, target)
         count = len(bounds)
+        if self._built.makes_vectors:
+            return self._with_vectors(sizes, found, count, target)
         return replace(
             found, forward_s=count * found.forward_s, backward_s=count * found.backward_s
+        )
+
+    def _with_vectors(
+        self, sizes: dict[str, int], one: Figures, count: int, target: Target
+    ) -> Figures:
+        """Each of ``count`` tiles, that are as ``one``, runs the backward for each output at once,
+        beside the vectors of all rows; what is left for later scales these."""
+        traced, num_outputs = self._built.traced, len(self._built.grad_outputs)
+        measure = traced.measure(sizes)
+        pairs = zip(traced.input_examples, self._built.region.inputs, strict=True)
+        grads = [tensor_bytes(x, measure) for x, spec in pairs if spec.needs_grad]
+        vectors = [num_outputs * size for size in grads]
+        kept = sum(size for (kind, _), size in one.saved if kind == "output")
+        incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
+        scaled = sum(vectors) + sum(grads) + incoming
+        return Figures(
+            sum(vectors) + max(one.forward_bytes, kept + one.backward_bytes),
+            sum(grads) + incoming,
+            count * (one.forward_s + num_outputs * one.backward_s),
+            scaled / target.bandwidth,
+            tuple((("output", traced.num_outputs + i), size) for i, size in enumerate(vectors)),
         )
 
     def _by_groups(self, sizes: dict[str, int], target: Target) -> Figures:

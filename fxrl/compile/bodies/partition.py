@@ -8,14 +8,15 @@ All cuts but "inputs" are PyTorch's own (``min_cut_rematerialization_partition``
 it decides as it does for ``torch.compile``: it keeps what is dear to compute again and what would
 be written to memory once more. With "fewest" all but products, attention and reductions may run
 again, so the fewest bytes are kept that spare the products; with "attention" it is told to compute
-all else again. With "inputs" the backward runs the forward again. What runs again does so as late
-as the gradients allow: little is alive at a time.
+all else again. With "inputs" the backward runs the forward again; with "vectors" all of
+it but the products, for it runs at once, tile by tile. What runs again does so as late as the
+gradients allow: little is alive at a time.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxrl.analysis.layers import is_product
 from fxrl.compile._torch import functorch_config, min_cut_rematerialization_partition
 from fxrl.compile.bodies.attention import KERNELS
 from fxrl.ir.graph import (
@@ -70,8 +72,9 @@ def partition(
     """Split a joint graph, whose placeholders are named ``primals`` and ``tangents``, into a
     forward with ``num_outputs`` outputs and a backward. The inputs ``alive`` live until the
     backward anyway."""
-    if cut == "inputs":
-        return _Settling(*_run_again(joint, num_outputs), num_outputs).settle()
+    if cut in ("inputs", "vectors"):
+        again = _run_again(joint, num_outputs, but_products=cut == "vectors")
+        return _Settling(*again, num_outputs).settle()
     if cut != "products":
         _keep_attention(joint, rest_again=cut == "attention")
     with functorch_config.patch(activation_memory_budget=1.0, **_WEIGHED[cut]):
@@ -108,26 +111,34 @@ def _is_attention(node: Any) -> bool:
     return is_call(node, *KERNELS)
 
 
-def _run_again(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Nothing kept: the forward's graph, and the gradients' with what they need of it.
+def _run_again(
+    joint: fx.GraphModule, num_outputs: int, *, but_products: bool = False
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Nothing kept, or products alone: the forward's graph, and the gradients' with what they need
+    of it.
 
     NOTE [Why not the partitioner]: told to compute attention again, it wants to replay its random
-    numbers, of which there are none.
+    numbers, of which there are none. And a forward that hands out a product is, kernel by kernel,
+    the forward without gradients: what is scored has the bits of what is trained.
     """
     (output,) = joint.graph.find_nodes(op="output")
     outputs, grads = output.args[0][:num_outputs], output.args[0][num_outputs:]
     late = _backward_of(joint)
     inputs = [n for n in joint.graph.find_nodes(op="placeholder") if n not in late]
     forward = [*inputs, *_needed(outputs, set(joint.graph.nodes) - set(inputs))]
-    return _graph_of(joint, forward, outputs), _late(joint, grads)
+    kept = {node for node in forward if but_products and is_product(node)}
+    return _graph_of(joint, forward, outputs), _late(joint, grads, kept)
 
 
-def _late(gm: fx.GraphModule, grads: Sequence[Any]) -> fx.GraphModule:
-    """The graph of ``grads``: what runs again does so where a gradient first needs it."""
+def _late(
+    gm: fx.GraphModule, grads: Sequence[Any], given: Set[fx.Node] = frozenset()
+) -> fx.GraphModule:
+    """The graph of ``grads``, of the values ``given`` among others: what runs again does so where
+    a gradient first needs it."""
     late, left = _backward_of(gm), set(gm.graph.nodes)
-    wanted = _needed(grads, set(left))
-    backward = [n for node in wanted if node in late for n in _needed([node], left)]
-    return _graph_of(gm, [*backward, *_needed(grads, left)], grads)
+    wanted = _needed(grads, set(left), given)
+    backward = [n for node in wanted if node in late for n in _needed([node], left, given)]
+    return _graph_of(gm, [*backward, *_needed(grads, left, given)], grads, given)
 
 
 def _is_gradient(node: fx.Node) -> bool:
@@ -143,22 +154,34 @@ def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
     return late - set(joint.graph.find_nodes(op="output"))
 
 
-def _needed(wanted: Sequence[Any], left: set[fx.Node]) -> list[fx.Node]:
-    """These values and what they are computed from, in order; they are removed from what is
-    left."""
-    found = ancestors([value for value in wanted if value in left], left)
+def _needed(
+    wanted: Sequence[Any], left: set[fx.Node], given: Set[fx.Node] = frozenset()
+) -> list[fx.Node]:
+    """These values and what they are computed from, back to those ``given``, in order; they are
+    removed from what is left."""
+    among = left - given
+    found = ancestors([value for value in wanted if value in among], among)
+    read = {arg for node in found for arg in node.all_input_nodes}
+    found |= given & left & read.union(wanted)
     left -= found
     return sorted(found)
 
 
 def _graph_of(
-    joint: fx.GraphModule, nodes: Sequence[fx.Node], results: Sequence[Any]
+    joint: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    results: Sequence[Any],
+    given: Set[fx.Node] = frozenset(),
 ) -> fx.GraphModule:
-    """A graph of these nodes in this order, arguments first."""
+    """A graph of these nodes in this order, arguments first; those ``given`` are arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in sorted(nodes, key=lambda node: node.op != "placeholder"):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in sorted(nodes, key=lambda node: node.op != "placeholder" and node not in given):
+        if node in given:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[r] if isinstance(r, fx.Node) else r for r in results])
     return graph_module(joint, graph)
 

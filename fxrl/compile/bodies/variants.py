@@ -30,6 +30,7 @@ from fxrl.ops.region import (
     Strides,
     TensorFunction,
     group_part,
+    new_vectors,
     register,
     registered,
 )
@@ -173,7 +174,7 @@ class CompiledRegion(RegionKernels):
         forward = self.region.forward if self.region.tiled else self.traced.forward
         pairs = zip(inputs, self.region.inputs, strict=True)
         outputs: Sequence[Tensor] = forward(*(group_part(x, spec, 0) for x, spec in pairs))
-        return outputs
+        return [*outputs, *new_vectors(self, inputs)]
 
     def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
         named = dict(zip(self._bound.names, sizes, strict=True))

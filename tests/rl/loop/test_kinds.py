@@ -249,6 +249,24 @@ def test_the_command_and_its_callbacks(tmp_path, monkeypatch, capsys):
     assert Path("a/final/model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_distilling_under_a_frozen_head_is_eager(beta):
+    """Its tiles make the gradients too: one, or one of each divergence from the mixture."""
+    model, _ = load_model("tiny:qwen3:layers=1", torch.float64)
+    model.lm_head.weight.requires_grad_(False)
+    teacher, _ = load_model(TEACHER, torch.float64)
+    ids = torch.randint(3, 200, (3, 12))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    loss_fn = losses.distill(teacher, beta)
+    config = Config(min_saved_bytes=0, compile_regions=False, passes=("chunk-vocab-region",))
+    step = optimize(model, loss_fn, config)
+    assert_matches_eager(step, loss_fn, model, batch)
+    with torch.no_grad():
+        step(batch)
+    for capture, cut in zip(step.captures, ("vectors", "inputs"), strict=True):
+        assert [kernels.region.cut for kernels in capture.kernels.values()] == [cut]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimized_step_is_eager(kind):
     """Loss, metrics and gradients in float64, with the head rewritten and no row left out."""
