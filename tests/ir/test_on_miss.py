@@ -26,9 +26,7 @@ def test_a_warning_stands_at_the_users_line_and_comes_once():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
         for _ in range(2):  # as when another batch is captured
-            judge_misses(
-                Report((*remarks, Remark(RemarkKind.MISSED, "capture", "1:graph"))), "warn"
-            )
+            judge_misses(report, "warn")
     places = [(one.filename, one.lineno) for one in told]
     assert places == [("my_loss.py", 3), ("my_loss.py", 5), ("fxrl", 0)]
     assert [str(one.message) for one in told][:2] == list(map(str, remarks))
