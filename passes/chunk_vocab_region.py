@@ -28,7 +28,7 @@ from fxrl.analysis.rows.cost import eager_bytes, made_in_forward, row_bytes, til
 from fxrl.analysis.rows.emit import Feeds, RowEmitter, body_graph
 from fxrl.analysis.rows.expr import Leaf
 from fxrl.config import Config, parse_bytes
-from fxrl.ir.graph import last_input, nbytes, needs_grad, shape_of, val_of
+from fxrl.ir.graph import has_hint, hint, last_input, nbytes, needs_grad, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, Keep, TileHead, describe
 from fxrl.ir.region import InputSpec, Region, call_region, differentiated
@@ -87,7 +87,8 @@ class HeadPass(Pass[H]):
             raise Refusal(f"the plan says {describe(choice)!r}, which is for another kind of site")
         per_row = row_bytes(site.head)
         tile = tile_rows(per_row, val_of(site.anchor).device, choice.tile_tokens)
-        shape = " x ".join(str(size) for size in shape_of(site.anchor))
+        sizes = shape_of(site.anchor)  # of the batch that is captured, as all bytes that are told
+        shape = " x ".join(str(hint(size) if has_hint(size) else size) for size in sizes)
         did, kept_bytes = self.replace(gm, site, choice.tile_tokens, tile)
         saved_bytes = max(0, site.saved_bytes - 3 * tile * per_row - kept_bytes)
         return Applied(f"logits [{shape}] {did}", saved_bytes)

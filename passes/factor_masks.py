@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.analysis.attention import aten, before_repeat, calls_by_mask, options_of
+from fxrl.analysis.attention import aten, before_repeat, calls_by_mask, data_of, options_of
 from fxrl.analysis.masks import Axes, FactoredMask, factored, is_square
 from fxrl.config import Config
 from fxrl.ir.build import Builder
@@ -123,7 +123,9 @@ class FactorMasks(Pass[MaskSite]):
         for call in dict.fromkeys(site.readers):
             lent = [lender.to(call.graph, value) for value in (*vectors, *blocks)]
             _replace(call, lent, len(vectors), text)
-        what = f"{len(site.readers)} attention calls compute their mask: {text}"
+        given = (data_of(vector) for vector, _ in site.mask.vectors)
+        names = "".join(f", v{n} from {name}" for n, name in enumerate(given) if name)
+        what = f"{len(site.readers)} attention calls compute their mask: {text}{names}"
         return Applied(what, site.saved_bytes)
 
 

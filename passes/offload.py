@@ -16,7 +16,7 @@ from torch import fx
 from fxrl.analysis.saved_tensors import kept_by
 from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, PassDoc
-from fxrl.ir.plan import CutLayer, on_host
+from fxrl.ir.plan import CutLayer, waiting
 from fxrl.ir.region import send_to_host, set_pace
 from fxrl.ir.remark import Refusal
 from fxrl.passes.recompute import LayerPass, OutlinedLayer
@@ -40,7 +40,7 @@ class Offload(LayerPass):
         if choice.sending is not None and choice.fetching is not None and not site.inside:
             for call in site.calls:
                 set_pace(call, choice.sending, choice.fetching)
-        if not (away := on_host(choice)):
+        if not (words := waiting(choice)):
             return None
         if site.inside:
             raise Refusal(
@@ -59,7 +59,7 @@ class Offload(LayerPass):
             inputs: Any = call.args[0]
             moved += sum(nbytes(inputs[position]) for position in own)
             moved += kept * kept_by(call.meta["region"]).made
-        return Applied(f"{' and '.join(away)} waits on the host", moved)
+        return Applied(words, moved)
 
 
 def own_inputs(call: fx.Node, calls: tuple[fx.Node, ...]) -> list[int]:

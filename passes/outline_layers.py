@@ -158,7 +158,8 @@ class OutlineLayers(Pass[LayerSite]):
         tidy(gm)
         bodies = _share(gm, regions, times)
         left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
-        return Applied(f"{names_of(site)} in {calls} calls of {bodies} compiled bodies{left}")
+        compiled = "compiled body" if bodies == 1 else "compiled bodies"
+        return Applied(f"{names_of(site)} in {calls} calls of {bodies} {compiled}{left}")
 
 
 # ---------------------------------------------------------------------------- what there is

@@ -73,6 +73,6 @@ def _why_it_stays(mask: fx.Node, count: int) -> Refusal:
     if data is None:
         return Refusal(f"{stay}it is not plainly causal")
     return Refusal(
-        f"{stay}it depends on the values of %{data}",
+        f"{stay}it depends on the values of {data}",
         "leave out attention_mask and position_ids where no token is padding",
     )

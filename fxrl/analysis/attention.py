@@ -25,6 +25,7 @@ from fxrl.ir.graph import (
     skip_whole_slices,
     tensor_val,
 )
+from fxrl.ir.printer import input_name
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -70,13 +71,14 @@ def _calls(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
                 yield call, given.get(mask, mask)
 
 
-def data_of(mask: fx.Node) -> fx.Node | None:
-    """The first input of the graph whose values, not only sizes, a mask depends on."""
+def data_of(mask: fx.Node) -> str | None:
+    """The first input of the graph whose values, not only sizes, a mask depends on, by its name in
+    the user's code."""
     seen, stack = {mask}, [mask]
     while stack:
         node = stack.pop()
         if node.op in ("placeholder", "get_attr") and tensor_val(node) is not None:
-            return node
+            return input_name(node.name)
         for arg in node.all_input_nodes:
             if arg not in seen and not is_call(arg, aten.sym_size.int):
                 seen.add(arg)

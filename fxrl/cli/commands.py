@@ -14,7 +14,7 @@ from typing import Any
 
 from fxrl.cli import show
 from fxrl.errors import FxrlError
-from fxrl.rl.report.progress import Say
+from fxrl.rl.report.progress import Say, warned
 
 Args = argparse.Namespace
 _IMPORTING = "importing PyTorch"
@@ -220,12 +220,14 @@ def _verify_as_rank(args: Args) -> Any:
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     try:
         args.config = [*args.config, f"context_parallel={args.ranks}"]
-        step, batch = _on_device(args, lambda _: None, on_policy=True)
-        # As a function it has no rewrites to search for the one at fault: this rank may be the only
-        # one that would, and wait for the others.
-        found = verify_step(step.model, step.loss_fn, lambda given: step(given), batch)
+        notes: list[str] = []
+        with warned(notes.append):
+            step, batch = _on_device(args, lambda _: None, on_policy=True)
+            # As a function it has no rewrites to search for the one at fault: this rank may be the
+            # only one that would, and wait for the others.
+            found = verify_step(step.model, step.loss_fn, lambda given: step(given), batch)
         missed = [r for r in step.report.of_kind("missed") if r.pass_name == "shard-sequence"]
-        notes = [f"nothing was shared: {remark.reason}" for remark in missed]
+        notes += [f"nothing was shared: {remark.reason}" for remark in missed]
         if not found.ok:
             notes.append("fxrl verify without --ranks names the rewrite at fault, if one is alone")
         return replace(found, notes=tuple(notes))

@@ -20,7 +20,7 @@ from fxrl.doctor import Check, Diagnosis
 from fxrl.ir.remark import Report, format_bytes
 from fxrl.ir.table import cell, open_table
 from fxrl.rl.errors import in_words
-from fxrl.rl.report.progress import PatientReporter, Say, reporter_on, told
+from fxrl.rl.report.progress import PatientReporter, Say, broken, reporter_on, told, warned
 
 if TYPE_CHECKING:
     from fxrl.compile.whatif import Advice, Fit
@@ -39,11 +39,12 @@ def as_json(value: Any) -> None:
 @contextmanager
 def working(words: str) -> Iterator[Say]:
     """Show on stderr, while the block lasts, what is being done and for how long, including what
-    the compiler logs; the block itself must not print."""
+    the compiler logs and fxrl warns of; the block itself must not print."""
     with (
         reporter_on(Console(stderr=True), json=False, log=PatientReporter) as reporter,
         reporter.stage(words) as say,
         told("fxrl", say),
+        warned(reporter.message),
     ):
         yield say
 
@@ -54,10 +55,14 @@ def status(message: str) -> None:
 
 
 def error(problem: Exception, *, as_json: bool) -> None:
-    """One red line on stderr; with ``--json`` also an object on stdout."""
+    """One red line on stderr, on a terminal broken between words; with ``--json`` also an object
+    on stdout."""
     text = in_words(problem)
     console = Console(stderr=True, highlight=False)
-    console.print(f"[bold red]error:[/] [red]{escape(text)}[/]", soft_wrap=True)
+    line = f"error: {text}"
+    shown = escape(broken(line, console.width) if console.is_terminal else line)
+    shown = shown.replace("error:", "[bold]error:[/]", 1)
+    console.print(f"[red]{shown}[/]", soft_wrap=True)
     if as_json:
         print(json.dumps({"error": type(problem).__name__, "message": text}))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from fxrl.errors import MissedRewriteError
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 _NO_PASSES = ("capture", "plan", "kernels")
+_warned: dict[Any, Any] = {}  # what a module's ``__warningregistry__`` is: none is told twice
 
 
 class MissedRewriteWarning(UserWarning):
@@ -30,11 +32,13 @@ def open_misses(report: Report) -> tuple[Remark, ...]:
 
 
 def judge_misses(report: Report, on_miss: str) -> None:
-    """Warn or raise about sites that stay as they are."""
+    """Warn or raise about sites that stay as they are; a warning stands at the user's line."""
     misses = open_misses(report)
     if not misses or on_miss == "ignore":
         return
-    text = "; ".join(map(str, misses))
     if on_miss == "error":
-        raise MissedRewriteError(text)
-    warnings.warn(text, MissedRewriteWarning, stacklevel=2)
+        raise MissedRewriteError("; ".join(map(str, misses)))
+    for miss in misses:
+        file, _, line = miss.source.rpartition(":")
+        place = (file, int(line)) if file else ("fxrl", 0)
+        warnings.warn_explicit(str(miss), MissedRewriteWarning, *place, registry=_warned)

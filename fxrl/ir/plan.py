@@ -244,20 +244,21 @@ def describe(choice: Choice) -> str:
     if isinstance(choice, Keep):
         return f"stays as it is: {choice.reason}"
     if isinstance(choice, CutLayer):
-        away = on_host(choice)
-        where = f", {' and '.join(away)} on the host" if away else ""
-        tiles = f", MLP in tiles of {choice.tile_tokens} rows" if choice.tile_tokens else ""
-        tiles += f", heads in {choice.head_groups} groups" if choice.head_groups else ""
-        return f"layer: {_KEPT[choice.kept]} for the backward{where}{tiles}"
+        said = [f"layer: {_KEPT[choice.kept]} for the backward", waiting(choice)]
+        said += [f"MLP in tiles of {choice.tile_tokens} rows"] if choice.tile_tokens else []
+        said += [f"attention in {choice.head_groups} groups of heads"] if choice.head_groups else []
+        return "; ".join(filter(None, said))
     if isinstance(choice, TileHead):
-        return f"{choice.by}, rows per tile: {choice.tile_tokens or 'by bytes'}"
+        size = f"{choice.tile_tokens} rows" if choice.tile_tokens else "the default size"
+        return f"{choice.by}, in tiles of {size}"
     return choice.by
 
 
-def on_host(choice: CutLayer) -> list[str]:
-    """Names of the things that wait on the host for the backward."""
+def waiting(choice: CutLayer) -> str:
+    """What waits on the host for the backward, in words; empty where nothing does."""
     places = {"its input": choice.inputs_on, "what is kept": choice.kept_on}
-    return [what for what, place in places.items() if place == "host"]
+    away = [what for what, place in places.items() if place == "host"]
+    return f"{' and '.join(away)} wait{'s' * (len(away) == 1)} on the host" if away else ""
 
 
 def _number(name: str, value: Any) -> Any:

@@ -179,7 +179,7 @@ def test_layers_that_check_stay_one_body(compiled, monkeypatch):
     step, batch = optimize(model, loss_fn, config), make_batch()
     assert_matches_eager(step, loss_fn, model, batch, 1e-6)
     (remark,) = (r for r in step.report.of_kind("applied") if r.pass_name == "outline-layers")
-    assert "3 calls of 1 compiled bodies" in remark.reason
+    assert "3 calls of 1 compiled body" in remark.reason
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[0] = float("nan")
     with pytest.raises(ValueError, match="the input is not finite"):

@@ -1,6 +1,7 @@
 """The front end: help, usage errors, exit codes, how errors look."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fxrl.cli import main, parse
+from fxrl.cli import main, parse, show
 from fxrl.errors import ConfigError, FxrlError
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,17 @@ def test_what_is_instant_and_torch_free(argv, code, says):
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
     assert says in done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"{code} False"
+
+
+def test_errors_break_between_words_on_a_terminal(monkeypatch, capsys):
+    text = "--sharded is of frozen weights, and without an adapter all are trained; add --lora RANK"
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "60"}.items():
+        monkeypatch.setenv(name, value)
+    show.error(FxrlError(text), as_json=False)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().err).splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 60
+    assert " ".join(lines) == f"error: {text}"
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (FxrlError, 1)])

@@ -106,7 +106,7 @@ def test_explain_for_real(capsys):
 
 def test_plan_for_real(capsys):
     assert main(["plan", *TINY, *CONFIG]) == 0
-    assert "rows per tile: 8" in capsys.readouterr().out
+    assert "in tiles of 8 rows" in capsys.readouterr().out
 
 
 def test_verify_for_real(capsys):

@@ -1,8 +1,10 @@
 """Which misses are open: one of a site's passes, and all that a capture says."""
 
+import warnings
+
 from fxrl.capture.breaks import break_remarks
 from fxrl.ir.capture_record import GraphBreak
-from fxrl.ir.on_miss import open_misses
+from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 
@@ -16,3 +18,15 @@ def test_the_last_pass_of_a_site_speaks_for_it():
 def test_every_break_of_a_graph_is_told():
     breaks = [GraphBreak("one", "a.py:1"), GraphBreak("two", "a.py:2")]
     assert len(open_misses(break_remarks(breaks, "0:graph"))) == 2
+
+
+def test_a_warning_stands_at_the_users_line_and_comes_once():
+    remarks = [Remark(RemarkKind.MISSED, "chunk", f"0:mm#{n}", f"my_loss.py:{n}") for n in (3, 5)]
+    report = Report((*remarks, Remark(RemarkKind.MISSED, "capture", "1:graph")))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(2):  # as when another batch is captured
+            judge_misses(report, "warn")
+    places = [(one.filename, one.lineno) for one in told]
+    assert places == [("my_loss.py", 3), ("my_loss.py", 5), ("fxrl", 0)]
+    assert [str(one.message) for one in told][:2] == list(map(str, remarks))

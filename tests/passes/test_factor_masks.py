@@ -1,5 +1,6 @@
 """``factor-masks``: masks become expressions over vectors, numbers agree, every miss has its reason."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -148,7 +149,10 @@ def test_a_mask_becomes_an_expression_with_equal_numbers(attention):
     (remark,) = FactorMasks().run(gm).remarks
     assert remark.kind == "applied"
     assert "scaled_dot_product" not in print_graph(gm)
-    assert remark.reason.partition(": ")[2] == MASKS[attention]
+    text, *origins = re.split(r", v\d from ", remark.reason.partition(": ")[2])
+    assert text == MASKS[attention]
+    assert len(origins) <= len(set(re.findall(r"v\d", text)))  # the others are of sizes alone
+    assert set(origins) <= set(given)  # by their names in the user's code
     heads = [given[name] for name in ("q", "key", "value")]
     result, expected = call(gm, **given), attention(**given)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)

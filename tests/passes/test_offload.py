@@ -52,7 +52,7 @@ def test_applied():
         plain(report),
         """\
 applied: offload @ 0:blocks.0: its input waits on the host (saves 640 B)
-applied: offload @ 0:blocks.1: its input and what is kept waits on the host (saves 6.875 KiB)""",
+applied: offload @ 0:blocks.1: its input and what is kept wait on the host (saves 6.875 KiB)""",
     )
 
 

@@ -67,7 +67,7 @@ return %mean_2""",
     )
     assert_expected_inline(
         plain(report),
-        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled bodies""",
+        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled body""",
     )
 
 
@@ -140,7 +140,7 @@ def test_a_checkpointed_body_is_outlined_inside():
     report = OutlineLayers().run(gm)
     assert_expected_inline(
         plain(report),
-        """applied: outline-layers @ 0:blocks.0-2: blocks.0 to blocks.2 in 3 calls of 1 compiled bodies""",
+        """applied: outline-layers @ 0:blocks.0-2: blocks.0 to blocks.2 in 3 calls of 1 compiled body""",
     )
     assert "fxrl.region" not in printed(gm).split("@")[0]
     assert len(regions_of(gm)) == 1
@@ -154,8 +154,8 @@ def test_layers_that_differ_are_sites_of_their_own():
     assert_expected_inline(
         plain(report),
         """\
-applied: outline-layers @ 0:blocks.0-2: blocks.0, blocks.2 in 2 calls of 1 compiled bodies
-applied: outline-layers @ 0:blocks.1-3: blocks.1, blocks.3 in 2 calls of 1 compiled bodies""",
+applied: outline-layers @ 0:blocks.0-2: blocks.0, blocks.2 in 2 calls of 1 compiled body
+applied: outline-layers @ 0:blocks.1-3: blocks.1, blocks.3 in 2 calls of 1 compiled body""",
     )
 
 
@@ -292,7 +292,7 @@ def test_a_part_that_cannot_be_outlined_is_left_and_named():
     report = OutlineLayers().run(gm)
     assert_expected_inline(
         re.sub(r"\bs\d+", "s", plain(report)),
-        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled bodies; 2 parts run op by op: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors""",
+        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled body; 2 parts run op by op: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors""",
     )
     assert printed(gm).count("fxrl.region.default") == 2
     assert printed(gm).count("aten.tanh.default") == 2

@@ -11,7 +11,7 @@ from torch import nn
 import fxrl
 import fxrl.errors
 from fxrl.errors import PlanError
-from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
+from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead, describe
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
 from fxrl.passes.recompute import Recompute
@@ -256,6 +256,31 @@ def test_a_step_lists_a_choice_for_every_site():
     )
     assert Plan.from_json(step.plan.to_json()) == step.plan
     assert step.plan_for(ids_batch(3, 7)).choices == step.plan.choices
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (
+            CutLayer("products", "host"),
+            "layer: matrix products are kept for the backward; its input waits on the host",
+        ),
+        (
+            CutLayer("fewest", "host", "host"),
+            "layer: the fewest bytes that spare the matrix products are kept for the backward; "
+            "its input and what is kept wait on the host",
+        ),
+        (
+            CutLayer("inputs", tile_tokens=4096, head_groups=8),
+            "layer: only inputs are kept for the backward; MLP in tiles of 4096 rows; "
+            "attention in 8 groups of heads",
+        ),
+        (TileHead("chunk-vocab-region", 8), "chunk-vocab-region, in tiles of 8 rows"),
+        (TileHead("chunk-vocab-region"), "chunk-vocab-region, in tiles of the default size"),
+    ],
+)
+def test_choices_in_words(choice, said):
+    assert describe(choice) == said
 
 
 @pytest.mark.parametrize(

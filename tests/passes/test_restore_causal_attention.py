@@ -125,7 +125,7 @@ def test_any_other_mask_stays(attention):
     before = print_graph(gm)
     (remark,) = RestoreCausalAttention().run(gm).remarks
     assert remark.kind == "analysis"
-    why = "it depends on the values of %l_x_" if attention is padded else "it is not plainly causal"
+    why = "it depends on the values of x" if attention is padded else "it is not plainly causal"
     assert remark.reason == f"1 attention calls are under another mask: {why}"
     assert bool(remark.cure) == (attention is padded)
     assert print_graph(gm) == before

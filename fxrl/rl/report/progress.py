@@ -105,7 +105,7 @@ def told(name: str, say: Say) -> Iterator[None]:
 
 @contextmanager
 def warned(tell: Callable[[str], None]) -> Iterator[None]:
-    """fxrl's own warnings are messages. They name the user's line; Python would write fxrl's."""
+    """fxrl's own warnings are messages: they say themselves which line they are about."""
     shown = warnings.showwarning
 
     def show(
