@@ -115,7 +115,14 @@ def assert_runs_as_eager(loss: Any, wanted: list[bool], config: Any = CONFIG) ->
     return step
 
 
-@pytest.mark.parametrize("loss", [early, entries, rows, kinds, chunks, parts])
+sized_slices = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="slices of rows that data counts have sizes of their own"
+)
+
+
+@pytest.mark.parametrize(
+    "loss", [early, entries, rows, kinds, pytest.param(chunks, marks=sized_slices), parts]
+)
 def test_a_branch_costs_no_rewrite_and_goes_each_way_once(loss):
     step = assert_runs_as_eager(loss, [False, False, True, False])
     assert captures(step) == 2

@@ -1506,7 +1506,8 @@ def rows_picked_by_masked_select(hidden, weight, soft_targets, mask):
     return F.kl_div(student.log_softmax(-1), teacher, reduction="batchmean")
 
 
-@shape(APPLY)
+# Before torch 2.13, two masked_selects by one mask have sizes of their own.
+@shape(APPLY if torch.__version__ >= "2.13" else EITHER)
 def rows_picked_by_a_mask_that_broadcasts(hidden, weight, ids, mask):
     keep = mask[:, 1:] == 1
     rows = torch.masked_select(head(hidden, weight), keep[..., None]).view(-1, len(weight))
