@@ -357,7 +357,7 @@ def test_missed_where_layers_that_are_one_graph_have_masks_of_their_own():
     assert remark.kind == "missed"
     assert_expected_inline(
         remark.reason,
-        """2 attention calls keep their mask: layers that are one graph are given different masks (at %given_and_)""",
+        """2 attention calls keep their mask: layers that are one graph are given different masks (at %given_value)""",
     )
 
 
