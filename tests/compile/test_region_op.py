@@ -1,6 +1,7 @@
 """The op behind regions: any row count, aliases, missing gradients, variants, scoped options."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,21 +27,27 @@ def call(kernels, inputs, tile):
 
 
 @pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
-def test_any_number_of_rows(options):
+@pytest.mark.parametrize("cut", ["inputs", "vectors"])
+def test_any_number_of_rows(cut, options):
     def product(x, w):
         return [torch.tanh(x.mm(w.t())).sum(-1)]
 
-    region = region_of(product, (torch.randn(6, 3), torch.randn(5, 3)), (True, False), (True, True))
-    kernels = build_region(region, options)
+    trained = (True, cut == "inputs")
+    region = region_of(product, (torch.randn(6, 3), torch.randn(5, 3)), (True, False), trained)
+    kernels = build_region(replace(region, cut=cut), options)
     for rows in (0, 1, 2, 7, 16):
-        inputs = [torch.randn(rows, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)]
+        inputs = [
+            torch.randn(n, 3, requires_grad=t) for n, t in zip((rows, 5), trained, strict=True)
+        ]
+        leaves = [x for x in inputs if x.requires_grad]
         for tile in (0, 1, 4):
-            (out,) = call(kernels, inputs, tile)
+            out, *vectors = call(kernels, inputs, tile)
+            assert [v.shape for v in vectors] == [(rows, 1, 3)] * (cut == "vectors")
             (expected,) = product(*inputs)
             torch.testing.assert_close(out, expected)
             weight = torch.randn(rows).expand(2, rows)[0]
-            found = torch.autograd.grad((out * weight).sum(), inputs)
-            wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+            found = torch.autograd.grad((out * weight).sum(), leaves)
+            wanted = torch.autograd.grad((expected * weight).sum(), leaves)
             for f, w in zip(found, wanted, strict=True):
                 torch.testing.assert_close(f, w, rtol=1e-5, atol=1e-5)
 
