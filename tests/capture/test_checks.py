@@ -153,6 +153,18 @@ def test_a_class_that_knows_its_instances_is_asked(kind, config):
         assert_matches_eager(step, loss_fn, model, make_batch(length=length))
 
 
+def test_a_class_is_asked_whatever_was_compiled_before():
+    def doubled(x):
+        return x * 2 if isinstance(x, Logits) else x
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return rest(doubled(model(batch["ids"])), batch)
+
+    torch.compile(doubled, backend="eager")(torch.ones(2, 2, 2))
+    model = make_model()
+    assert_matches_eager(optimize(model, loss_fn, CONFIG), loss_fn, model, make_batch(length=7))
+
+
 NO_FLOAT64 = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="torch.compile fails on float64 attention on a CPU"
 )

@@ -177,6 +177,8 @@ HANDLERS = {
 REPLACED: list[tuple[Any, str, Any]] = [
     (UserDefinedClassVariable, "call_function", _instance),
     (BuiltinVariable, "call_isinstance", _isinstance),
+    # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
+    (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
 ]
