@@ -161,12 +161,17 @@ class _Layout:
 
 def _holds_tensors(value: Any) -> bool:
     """Whether it is attributes and nothing else, with tensors among them, as what bitsandbytes
-    keeps of a weight's scales is: a part of a layer, of which each has one of its own."""
+    keeps of a weight's scales is: a part of a layer, of which each has one of its own. What has a
+    lock or a stream among them runs by itself, and its attributes change as it does."""
     kind: Any = type(value)
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     if kind.__new__ is not object.__new__ or slots or not hasattr(value, "__dict__"):
         return False
-    return any(isinstance(one, Tensor) for one in value.__dict__.values())
+    held = value.__dict__.values()
+    return any(isinstance(one, Tensor) for one in held) and all(
+        isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
+        for one in held
+    )
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
