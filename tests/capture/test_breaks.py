@@ -148,9 +148,6 @@ class Routed(nn.Module):
         return logits
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="resumed with other locals: run as written"
-)
 def test_a_head_behind_a_loop_in_the_model_is_missed_there() -> None:
     """The graph ahead of the loop has a softmax of its own, and nothing to complain of."""
 
