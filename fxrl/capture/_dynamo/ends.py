@@ -153,8 +153,10 @@ REPLACED: list[tuple[Any, str, Any]] = [
 ]
 if not hasattr(torch._dynamo.output_graph.OutputGraph, "install_resume_function_global"):  # 2.11
     REPLACED += [
-        (_TRANSLATOR, "create_resume", _with_globals(_TRANSLATOR.create_resume)),
-        (_TRANSLATOR, "_build_comprehension_fn", _with_globals(_TRANSLATOR._build_comprehension_fn)),
+        (_TRANSLATOR, name, _with_globals(getattr(_TRANSLATOR, name)))
+        for name in ("create_resume", "_build_comprehension_fn")
+    ]
+    REPLACED += [
         (_TRANSLATOR, "step_graph_break", _end_at_checkpoint),
         (torch._dynamo.codegen.PyCodegen, "make_function_with_closure", _make_function),
     ]
