@@ -16,15 +16,19 @@ from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
+    GetAttrVariable,
+    ListVariable,
     NNModuleVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
+    UserDefinedClassVariable,
 )
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
 _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
+_call_function = _TRANSLATOR.call_function
 _leave_rest_out = _TRANSLATOR.step_graph_break
 # None in torch 2.11, whose own can be rebuilt.
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
@@ -39,16 +43,37 @@ def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 def _may_end(self: Any) -> bool:
     """Whether a graph may end here in a function that is called.
 
-    Not in a comprehension, which cannot be resumed; not where an instance is initialised, in whose
-    place torch 2.11 would go on with None; not where torch's backward hooks look for what autograd
-    noted, which no trace holds; not where a hook is registered, which would be in a copy of its
-    module's hooks; nor in a loop, whose function would be left out with all of its callers.
+    Not in a comprehension, which cannot be resumed; not where the caller goes on with another value
+    than the function's; not where torch's backward hooks look for what autograd noted, which no
+    trace holds; not where a hook is registered, which would be in a copy of its module's hooks; nor
+    in a loop, whose function would be left out with all of its callers.
     """
     name, file = self.f_code.co_name, self.f_code.co_filename
-    whole = (name.startswith("<") and name != "<lambda>") or name == "__init__"
+    whole = (name.startswith("<") and name != "<lambda>") or not _is_result(self.parent)
     whole = whole or file == torch.utils.hooks.__file__
     whole = whole or (name.startswith("register_") and file == torch.nn.modules.module.__file__)
     return _could_end(self) and not whole and not _in_loop(self)
+
+
+def _is_result(caller: Any) -> bool:
+    """Whether what a function returns is what the instruction that runs it leaves on the stack.
+
+    It is not where a class is called, and a builtin with a function of the user's (``sorted`` with
+    a key), nor where an operator turns it into something else: ``x not in mine``. Dynamo would go
+    on with it all the same.
+    """
+    name, called = caller.current_instruction.opname, getattr(caller, "called", None)
+    if not name.startswith("CALL"):
+        return name in ("LOAD_ATTR", "LOAD_METHOD", "BINARY_SUBSCR")
+    called = called.realize() if called is not None else None
+    builtin = type(called).__name__.endswith("BuiltinVariable")  # torch 2.13 has one for list alone
+    of_list = isinstance(called, GetAttrVariable) and isinstance(called.obj, ListVariable)
+    return not (builtin or of_list or isinstance(called, UserDefinedClassVariable))
+
+
+def _call(self: Any, function: Any, *args: Any) -> None:
+    self.called = function  # for a graph that may end inside of it
+    _call_function(self, function, *args)
 
 
 def _in_loop(self: Any) -> bool:
@@ -149,6 +174,7 @@ def callers(translator: Any) -> Iterator[Any]:
 REPLACED: list[tuple[Any, str, Any]] = [
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
+    (_TRANSLATOR, "call_function", _call),
     (_TRANSLATOR, "maybe_has_backedge", _in_loop),
 ]
 if not hasattr(torch._dynamo.output_graph.OutputGraph, "install_resume_function_global"):  # 2.11
