@@ -148,9 +148,6 @@ class Routed(nn.Module):
         return logits
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="resumed with other locals: run as written"
-)
 def test_a_head_behind_a_loop_in_the_model_is_missed_there() -> None:
     """The graph ahead of the loop has a softmax of its own, and nothing to complain of."""
 
@@ -317,6 +314,48 @@ class Broken(nn.Module):
 def _ended(x: Tensor) -> Tensor:
     torch._dynamo.graph_break()
     return x.tanh()
+
+
+class Asked:
+    """What its methods return is not what Python makes of it."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = _ended(loss)
+
+    def __contains__(self, number: int) -> bool:
+        torch._dynamo.graph_break()
+        return number == 3
+
+
+def _last(number: int) -> int:
+    torch._dynamo.graph_break()
+    return -number
+
+
+def made(loss: Tensor) -> Tensor:
+    return Asked(loss).loss + loss
+
+
+def not_among(loss: Tensor) -> Tensor:
+    asked = Asked(loss)
+    return asked.loss * (2 if 3 not in asked else 5)
+
+
+def in_order(loss: Tensor) -> Tensor:
+    numbers = [1, 3, 2]
+    numbers.sort(key=_last)
+    return loss * numbers[0] + sorted([1, 4, 2], key=_last)[0]
+
+
+@pytest.mark.parametrize("ask", [made, not_among, in_order])
+def test_a_break_where_python_makes_something_else_of_the_result(ask: Any) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return ask(policy_loss(model, batch))
+
+    model = make_model()
+    step = optimize(model, loss_fn, QUIET)
+    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert fused(step)
 
 
 class Stack(nn.Module):

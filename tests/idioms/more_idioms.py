@@ -13,6 +13,8 @@ from torch.distributions import Categorical, kl_divergence
 from torch.utils.checkpoint import checkpoint
 
 APPLY, REFUSE, EITHER = "apply", "refuse", "either"
+# Dynamo makes an autograd.Function of a hook, which is opened; from torch 2.13 on an opaque op.
+HOOKED = APPLY if torch.__version__.startswith(("2.11.", "2.12.")) else REFUSE
 MORE: dict[str, Callable] = {}
 
 
@@ -852,7 +854,7 @@ def logits_retain_grad(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(HOOKED)
 def logits_hooked(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     z.register_hook(lambda g: g * 0.5)

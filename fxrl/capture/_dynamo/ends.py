@@ -6,22 +6,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import CodeType
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
+    GetAttrVariable,
+    ListVariable,
     NNModuleVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
+    UserDefinedClassVariable,
 )
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
+_TRANSLATOR: Any = _tracer.InstructionTranslatorBase
+_call_function = _TRANSLATOR.call_function
+_leave_rest_out = _TRANSLATOR.step_graph_break
 # None in torch 2.11, whose own can be rebuilt.
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
 _MANY_LAYERS = 32  # each is captured on its own then
@@ -35,14 +43,37 @@ def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 def _may_end(self: Any) -> bool:
     """Whether a graph may end here in a function that is called.
 
-    Not in a comprehension, which cannot be resumed; not where torch's backward hooks look for what
-    autograd noted, which no trace holds; not where a hook is registered, which would be in a copy
-    of its module's hooks; nor in a loop, whose function would be left out with all of its callers.
+    Not in a comprehension, which cannot be resumed; not where the caller goes on with another value
+    than the function's; not where torch's backward hooks look for what autograd noted, which no
+    trace holds; not where a hook is registered, which would be in a copy of its module's hooks; nor
+    in a loop, whose function would be left out with all of its callers.
     """
     name, file = self.f_code.co_name, self.f_code.co_filename
-    whole = (name.startswith("<") and name != "<lambda>") or file == torch.utils.hooks.__file__
+    whole = (name.startswith("<") and name != "<lambda>") or not _is_result(self.parent)
+    whole = whole or file == torch.utils.hooks.__file__
     whole = whole or (name.startswith("register_") and file == torch.nn.modules.module.__file__)
     return _could_end(self) and not whole and not _in_loop(self)
+
+
+def _is_result(caller: Any) -> bool:
+    """Whether what a function returns is what the instruction that runs it leaves on the stack.
+
+    It is not where a class is called, and a builtin with a function of the user's (``sorted`` with
+    a key), nor where an operator turns it into something else: ``x not in mine``. Dynamo would go
+    on with it all the same.
+    """
+    name, called = caller.current_instruction.opname, getattr(caller, "called", None)
+    if not name.startswith("CALL"):
+        return name in ("LOAD_ATTR", "LOAD_METHOD", "BINARY_SUBSCR")
+    called = called.realize() if called is not None else None
+    builtin = type(called).__name__.endswith("BuiltinVariable")  # torch 2.13 has one for list alone
+    of_list = isinstance(called, GetAttrVariable) and isinstance(called.obj, ListVariable)
+    return not (builtin or of_list or isinstance(called, UserDefinedClassVariable))
+
+
+def _call(self: Any, function: Any, *args: Any) -> None:
+    self.called = function  # for a graph that may end inside of it
+    _call_function(self, function, *args)
 
 
 def _in_loop(self: Any) -> bool:
@@ -105,6 +136,34 @@ def _rebuild_iterator(self: Any, codegen: Any) -> None:
     codegen.extend_output(create_call_function(1, False))
 
 
+def _with_globals(make: Any) -> Any:
+    """What goes on behind a break reads the globals of the function that it is a part of: where it
+    has cells torch 2.11 would give it those of the outermost one. So its name is that of what makes
+    it of its cells."""
+
+    def made(self: Any, *args: Any) -> tuple[CodeType, str]:
+        code, name = make(self, *args)
+        if code.co_freevars:
+            self.output.global_scope[name] = partial(FunctionType, code, self.f_globals, name, None)
+        return code, name
+
+    return made
+
+
+def _make_function(self: Any, name: str, code: CodeType) -> None:
+    """Code that calls the maker of that name with the cells on top of the stack."""
+    self.extend_output(self.load_function_name(name, True, 1))
+    self.extend_output(create_call_function(1, False))
+
+
+def _end_at_checkpoint(self: Any, instruction: Any) -> None:
+    """The rest of a function that is called is left out, unless its caller is amid an expression:
+    torch 2.11 then goes on there with its locals shifted. The graph ends at the call instead."""
+    if self.parent is not None and self.parent.stack:
+        unimplemented(gb_type="step_unsupported", context="", explanation="", hints=[])
+    _leave_rest_out(self, instruction)
+
+
 def callers(translator: Any) -> Iterator[Any]:
     """It and those that it was called by."""
     while translator is not None:
@@ -115,7 +174,17 @@ def callers(translator: Any) -> Iterator[Any]:
 REPLACED: list[tuple[Any, str, Any]] = [
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
-    (_tracer.InstructionTranslatorBase, "maybe_has_backedge", _in_loop),
+    (_TRANSLATOR, "call_function", _call),
+    (_TRANSLATOR, "maybe_has_backedge", _in_loop),
 ]
+if not hasattr(torch._dynamo.output_graph.OutputGraph, "install_resume_function_global"):  # 2.11
+    REPLACED += [
+        (_TRANSLATOR, name, _with_globals(getattr(_TRANSLATOR, name)))
+        for name in ("create_resume", "_build_comprehension_fn")
+    ]
+    REPLACED += [
+        (_TRANSLATOR, "step_graph_break", _end_at_checkpoint),
+        (torch._dynamo.codegen.PyCodegen, "make_function_with_closure", _make_function),
+    ]
 if _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR):
     REPLACED.append((_DICT_ITERATOR, "reconstruct", _rebuild_iterator))
