@@ -152,7 +152,8 @@ class _Sharing:
     def _share_first(self, frame: _Frame, begin: fx.Node, end: fx.Node) -> None:
         token: Any = end.args[0]
         graph = frame.gm.graph
-        for node in graph.find_nodes(op="call_function", target=feeds):
+        fed = graph.find_nodes(op="call_function", target=feeds)
+        for node in fed:
             node.replace_all_uses_with(node.args[0])  # what it was told of a gradient holds here
             graph.erase_node(node)
         order = list(graph.nodes)
@@ -160,6 +161,8 @@ class _Sharing:
         results = [leaf for leaf in pytree.tree_leaves(end.args[2]) if isinstance(leaf, fx.Node)]
         _check_closed(layer_of(token).path, inside, end)
         body, inputs = _cut(frame.gm, inside, results)
+        if fed and any(map(_is_trained, results)) and not any(map(_is_trained, inputs)):
+            raise Refusal(f"{layer_of(token).path} reads none of what it trains")
         body.meta["layer_path"] = module_path(end)
         self._bodies[token] = _Body(body, begin.args[1:], inputs, frame, end.args[2])
         _call(frame, end, self._bodies[token], inputs)
@@ -226,6 +229,11 @@ def _new_input(graph: fx.Graph, name: str, example: Any) -> fx.Node:
         node = graph.placeholder(name)
     node.meta["example_value"] = example
     return node
+
+
+def _is_trained(node: fx.Node) -> bool:
+    value = _example(node)
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _check_closed(path: str, inside: list[fx.Node], end: fx.Node) -> None:

@@ -459,7 +459,7 @@ def test_the_plan_knows_bytes_and_times_of_fp8():
         OutlineLayers().run(gm)
         Fp8Lora(enabled).run(gm)
         (call,) = region_calls(gm)
-        region = as_chosen(call.meta["region"], CutLayer("products"))
+        (region,) = as_chosen([call.meta["region"]], CutLayer("products"))
         inputs = [node.meta["val"] for node in call.args[0]]
         weights = [
             x.nbytes for x in inputs if x.shape in {(2048, 2048), (8192, 2048), (2048, 8192)}

@@ -66,7 +66,7 @@ def test_an_error_breaks_between_words_on_a_terminal(config_file, monkeypatch, c
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["train", str(config_file), "stepz=1"]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[-2:] == ["  stepz: no such key; did you mean", "'steps'?"]
+    assert told[-2:] == ["  stepz: no such key; did you mean", "  'steps'?"]
     assert all(len(line) <= 40 or " " not in line for line in told)
 
 
