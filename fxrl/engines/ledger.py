@@ -266,6 +266,11 @@ class MemoryLedger:
         )
 
 
+def ledger_of(engine: object) -> MemoryLedger | None:
+    """An engine's account of the GPU's memory; None where it keeps none."""
+    return getattr(engine, "ledger", None)
+
+
 def gib(size: int) -> str:
     """``size`` bytes in words."""
     return f"{size / 2**30:.2f} GiB"

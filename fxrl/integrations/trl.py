@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from fxrl import TrainStep, optimize
 from fxrl.config import Config
 from fxrl.engines import Engine, SamplingParams
+from fxrl.engines.ledger import ledger_of
 from fxrl.errors import TESTED, ConfigError, FxrlError, optional
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.remark import Remark, RemarkKind, Report
@@ -551,7 +552,7 @@ class _Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-define
         step = self._trainer.train_step
         report = self._trainer._remarks + step.report
         texts = {"report.txt": str(report), "plan.json": step.plan.to_json()}
-        ledger = getattr(getattr(self._trainer, "_engine", None), "ledger", None)
+        ledger = ledger_of(getattr(self._trainer, "_engine", None))
         if ledger is not None:
             texts["ledger.txt"] = str(ledger)
         for name, text in texts.items():

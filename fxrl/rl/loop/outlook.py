@@ -18,6 +18,7 @@ import torch
 
 from fxrl import TrainStep
 from fxrl.engines.kv_cache import RolloutMemory
+from fxrl.engines.ledger import ledger_of
 from fxrl.errors import FxrlError
 from fxrl.ir.remark import format_bytes
 from fxrl.models.lora import is_adapted
@@ -85,7 +86,7 @@ def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]
         state_shards=parts.updater.state_shards,
     )
     yield f"rollout: {held.sequences} of {asked} sequences of up to {tokens} tokens at once"
-    if (ledger := getattr(parts.engine, "ledger", None)) is None:
+    if (ledger := ledger_of(parts.engine)) is None:
         yield f"  {format_bytes(held.kv_bytes)} of KV cache, gone when it ends"
         return
     built = ledger.entries("load")[-1]

@@ -27,6 +27,7 @@ import torch
 
 from fxrl import TrainStep
 from fxrl.distributed import RankError
+from fxrl.engines.ledger import ledger_of
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.files import write_text
 from fxrl.losses.reduce import masked_sum
@@ -63,8 +64,8 @@ class TrainingIteration:
     def __init__(self, config: TrainConfig, parts: RunParts, number: int) -> None:
         self.config, self.parts, self.number = config, parts, number
         self.device = next(parts.model.parameters()).device
-        ledger = getattr(parts.engine, "ledger", None)
-        self.clock = Clock(self.device, *([] if ledger is None else [ledger.given_back]))
+        ledger = ledger_of(parts.engine)
+        self.clock = Clock(self.device, ledger.given_back) if ledger else Clock(self.device)
         self.trained, self._begun = False, parts.updater.num_begun
         self.record: dict[str, Any] = {"step": number}
         self.experience: Experience | None = None
@@ -327,7 +328,7 @@ class TrainingLoop:
         events, self._saved = self.parts.events, self.done
         try:
             hand_over(self.parts, self.parts.engine.policy_version)
-            if (ledger := getattr(self.parts.engine, "ledger", None)) is not None:
+            if (ledger := ledger_of(self.parts.engine)) is not None:
                 tell(str(ledger))
             events("on_train_begin", self.now())
             if self.done == 0 and config.steps > 0 and not self.initial:
@@ -600,7 +601,7 @@ class TrainingLoop:
     def write_ledger(self, reporter: Reporter) -> None:
         """``ledger.json``: the engine's account of the GPU's memory, an entry per transition; no
         run fails by it."""
-        if (ledger := getattr(self.parts.engine, "ledger", None)) is None:
+        if (ledger := ledger_of(self.parts.engine)) is None:
             return
         text = ",\n".join(ledger.to_json().splitlines())
         try:
