@@ -134,6 +134,7 @@ class Line:
 
 _HEAD_CELLS = "{ms:.1f} ms, {peak_mib:.0f} MiB, {logprob_error:.0e}"
 _UPDATE_CELLS = "{update_ms:.0f} ms, {peak_gib:.1f} GiB"
+_STEP_CELLS = "{step_ms:.0f} ms, {peak_gib:.1f} GiB"
 _LARGE = {"shape": ["16384,4096,151936"]}
 
 LINES = (
@@ -183,6 +184,27 @@ LINES = (
         "update_ms",
         ours="fxrl-fp8",
         beside=("fxrl",),
+    ),
+    Line(
+        "full KL to a teacher, 4 layers of Qwen3-8B's shape, LoRA, 16384 tokens a step, H100: time, peak",
+        "trl_step_distill_qwen3_8b_4_layers_h100",
+        _STEP_CELLS,
+        "step_ms",
+        {"kind": ["distill"]},
+    ),
+    Line(
+        "KTO, 4 layers of Qwen3-8B's shape, LoRA, 16384 tokens a step, H100: time, peak",
+        "trl_step_kinds_qwen3_8b_4_layers_h100",
+        _STEP_CELLS,
+        "step_ms",
+        {"kind": ["kto"]},
+    ),
+    Line(
+        "a reward model, 4 layers of Qwen3-8B's shape, LoRA, 16384 tokens a step, H100: time, peak",
+        "trl_step_kinds_qwen3_8b_4_layers_h100",
+        _STEP_CELLS,
+        "step_ms",
+        {"kind": ["reward_model"]},
     ),
 )
 
