@@ -6,9 +6,11 @@
 becomes, inside the layer's region,
     %y = fxrl.region([%x, %wq, %wk, %wv, %wo])       one group of heads at a time, summed
 
-A region inside a region: its backward makes a group's queries, keys, values and attention again, so
-the heads of one group are alive, in both directions. What lies between the products is told by its
-structure (``analysis.head_groups``).
+A region inside a region: its backward makes a group's queries, keys and values again, so the heads
+of one group are alive, in both directions. Where the layer's cut is its inputs alone it makes the
+attention again, too; else groups keep what theirs returned, and where the cut is that, the layer's
+backward sums ``%y`` again of it. What lies between the products is told by its structure
+(``analysis.head_groups``).
 
 NOTE [Why sums in fp32]: over all heads, the product that sums them and the gradient of the layer's
 rows are rounded once. Groups round each of their parts, so these are added in fp32, and the error
@@ -71,8 +73,8 @@ class GroupHeads(LayerPass):
     doc: ClassVar[PassDoc] = PassDoc(
         "a layer that was outlined and whose plan says `head_groups`",
         "all but one group's queries, keys, values, attention output and their gradients",
-        "the group's products and attention once more in backward, whatever else is kept; smaller "
-        "products; a sum over groups in fp32",
+        "the group's products once more in backward, whatever else is kept, and with `inputs` its "
+        "attention twice more; smaller products; sums over groups in fp32",
         "something mixes the heads (a norm over the features of all of them, one product for "
         "queries, keys and values), a weight is quantised, or the mask is computed in the kernel",
     )
@@ -96,7 +98,7 @@ def group_heads(region: Region, groups: int) -> Region:
     """The region with its attention in ``groups`` groups of heads. Raises ``Refusal`` if its heads
     are not computed each by itself."""
     known = _GROUPED.setdefault(region.forward, {})
-    key = (groups, *(spec.needs_grad for spec in region.inputs))
+    key = (groups, region.cut == "inputs", *(spec.needs_grad for spec in region.inputs))
     if key not in known:
         try:
             known[key] = _grouped(region, groups)
@@ -115,6 +117,7 @@ def _grouped(region: Region, groups: int) -> fx.GraphModule:
     found = find_head_groups(gm, groups)
     body = _Body(found)
     feeds, inner = body.feeds, body.region()
+    inner = replace(inner, cut="inputs" if region.cut == "inputs" else "attention")
     for node in gm.graph.find_nodes(op="call_function", target=aten.sym_size.int):
         _read_elsewhere(node, found)
     with gm.graph.inserting_after(last_input(gm.graph)):
@@ -171,7 +174,7 @@ class _Body:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors that a group's node reads; of a product that sums over heads, the factors."""
-        given = bound(node) if node in self._found.sums else {}
+        given = bound(node) if node in self._found.products else {}
         skipped = given["self"] if "mat1" in given else None
         return [arg for arg in node.all_input_nodes if is_tensor(arg) and arg is not skipped]
 
@@ -199,7 +202,7 @@ class _Body:
             return self._value(arg) if share is None else self._parts[arg, share.dim]
 
         call = self._builder.call
-        if node in self._found.sums:
+        if node in self._found.products:
             left, right = self._operands(node)
             return call(aten.mm.default, place(left), place(right))
         if step.same is not None:

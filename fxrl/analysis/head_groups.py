@@ -7,12 +7,17 @@
 From the products that make queries, keys and values, adapters' too, to those that sum over all
 heads, each group needs its rows or columns of the weights and nothing of the other groups: RoPE and
 norms of each head by itself lie between. What mixes heads there is a refusal.
+
+    %y + (%o @ %a) @ %b * s                          the same sum, where each summand is one
+
+What is linear in such sums and brings them together is summed by groups as well: of a product and
+its adapter's, one value as wide as the layer is left.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,11 +31,15 @@ from fxrl.ir.graph import (
     PRODUCTS,
     TRANSPOSES,
     Size,
+    ancestors,
     as_node,
     bound,
     is_call,
     is_quantized_product,
+    is_tensor,
+    is_view,
     shape_of,
+    val_of,
 )
 from fxrl.ir.remark import Refusal
 
@@ -59,7 +68,8 @@ class HeadGroups:
 
     groups: int
     found: SharedGraph
-    sums: tuple[fx.Node, ...]  # the products that sum over all heads
+    products: tuple[fx.Node, ...]  # that sum over all heads
+    sums: tuple[fx.Node, ...]  # over groups, what the rest of the layer reads
 
 
 def kv_heads(graph: fx.Graph) -> int:
@@ -89,7 +99,7 @@ def find_head_groups(gm: fx.GraphModule, groups: int) -> HeadGroups:
         raise Refusal("no product makes its queries head by head", at=attention)
     if not walk.sums:
         raise Refusal("no product sums over its heads", at=attention)
-    return HeadGroups(groups, found, tuple(walk.sums))
+    return HeadGroups(groups, found, tuple(walk.sums), _brought_together(found, walk.sums))
 
 
 def _weights(attention: fx.Node, groups: int) -> dict[fx.Node, Share]:
@@ -142,6 +152,36 @@ def _swaps(node: fx.Node) -> bool:
     if "dims" in given:
         return [dim % 2 for dim in given["dims"]] == [1, 0]
     return bool((given["dim0"] - given["dim1"]) % 2)
+
+
+def _brought_together(found: SharedGraph, products: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The sums over groups that the rest of a layer reads, where these products sum over all heads
+    and groups compute what brings them together, too."""
+    sums = {node for node in products if "mat1" not in bound(node)}  # what is added is added once
+    for node in found.module.graph.nodes:
+        if _is_linear(node, sums):
+            sums.add(node)
+    met = [node for node in sums if is_call(node, aten.add.Tensor)]
+    inside = ancestors(met, sums)
+    for node in sorted(inside.difference(products)):
+        found.steps[node] = Step(None)
+    made = sorted(inside.union(products))
+    return tuple(node for node in made if not inside.issuperset(node.users))
+
+
+def _is_linear(node: fx.Node, sums: set[fx.Node]) -> bool:
+    """Whether a value is a sum over groups because its operands are, in their dtype."""
+    read = [arg for arg in node.all_input_nodes if is_tensor(arg)]
+    if not (is_tensor(node) and node.args and node.args[0] in sums):
+        return False
+    if any(val_of(arg).dtype != val_of(node).dtype for arg in read):
+        return False
+    if is_call(node, aten.add.Tensor):
+        return sums.issuperset(read) and len(read) == 2 and not node.kwargs
+    if is_call(node, aten.mm.default):
+        return sums.isdisjoint(ancestors([as_node(node.args[1])], {*node.graph.nodes}))
+    scales = is_call(node, aten.mul.Tensor) and isinstance(node.args[1], (int, float))
+    return scales or is_view(node)
 
 
 class _Walk:

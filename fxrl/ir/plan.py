@@ -53,7 +53,7 @@ class CutLayer:
         kept_on: where all else that is kept waits.
         tile_tokens: rows per tile of its MLP, which keeps nothing then; 0 for all at once.
         head_groups: groups of KV heads that its attention runs in, one after the other, which keeps
-            nothing inside then; 0 for all heads at once.
+            no more than what attention returned then; 0 for all heads at once.
         sending: of the layers up to this one that send something to the host, of how many it may
             still be on its way when this one has run; more have to be waited for. The planner sets
             it, from the budget, whatever it was; None where nothing was planned. No choice differs

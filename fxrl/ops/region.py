@@ -1,7 +1,8 @@
 """The op behind every region: ``fxrl::region`` and its backward ``fxrl::region_vjp``.
 
 The forward returns the region's outputs and, behind them, what its cut hands to the backward; the
-graph sees the outputs alone. What runs is looked up by a key made of content and options.
+graph sees the outputs alone. What runs is looked up by a key made of content and options. What
+groups keep lies side by side in a new first dim; ``fxrl::region_again`` sums outputs of it again.
 
 NOTE [Why an opaque op]: an autograd.Function that AOTAutograd inlines loses the saving under
 Inductor, whose CSE merges the recomputed matmul with the forward's, and full-graph Inductor
@@ -22,7 +23,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,24 +38,52 @@ from fxrl.ops.out_of_memory import join, with_room
 
 TensorFunction = Callable[..., Sequence[Tensor]]
 Strides = tuple[int, ...]
+Source = tuple[str, int]
+
+
+def read_of(sources: Sequence[Source]) -> list[Source]:
+    """Those of a later part's sources that are inputs and outputs of the forward."""
+    return [source for source in sources if source[0] in ("input", "output")]
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What runs behind a region's forward."""
+
+    function: TensorFunction
+    # Where each argument is from: ``("input", i)``, ``("output", i)`` (kept values count on),
+    # ``("grad", i)`` or ``("size", i)``.
+    sources: tuple[Source, ...]
+    sizes: tuple[int, ...] = ()  # the integers among the arguments
+
+    @property
+    def read(self) -> list[Source]:
+        """The sources that are inputs and outputs of the forward."""
+        return read_of(self.sources)
+
+    def __call__(self, kept: Sequence[Tensor], grads: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+        """Run with the values that ``read`` names, in order."""
+        queue = iter(kept)
+        return self.function(
+            *(
+                grads[i] if kind == "grad" else self.sizes[i] if kind == "size" else next(queue)
+                for kind, i in self.sources
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The two halves of a region at one set of sizes."""
+    """What runs for a region at one set of sizes."""
 
     forward: TensorFunction  # inputs -> outputs, then the values kept for the backward
-    # The values that ``sources`` names -> gradients of the inputs that need one; None where none
-    # does.
-    backward: TensorFunction | None
-    # Where each argument of ``backward`` is from: ``("input", i)``, ``("output", i)`` (kept values
-    # count on), ``("grad", i)`` or ``("size", i)``.
-    sources: tuple[tuple[str, int], ...]
+    backward: Later | None  # -> gradients of the inputs that need one; None where none does
     num_outputs: int  # outputs of the region itself
+    num_kept: int = 0  # values that it keeps
+    again: Later | None = None  # -> outputs, of what groups keep; None where they keep nothing
     # Strides that the halves were traced for.
     inputs: tuple[Strides, ...] = ()
     grads: tuple[Strides, ...] = ()
-    sizes: tuple[int, ...] = ()  # the integers that ``backward`` takes
 
 
 class RegionKernels(ABC):
@@ -62,7 +91,10 @@ class RegionKernels(ABC):
 
     key: str  # what the op knows it by
     region: Region  # the region itself
+    num_outputs: int  # outputs of the region itself
     grad_outputs: tuple[int, ...]  # which outputs take an incoming gradient
+    # The inputs and outputs that ``fxrl::region_again`` takes; None where groups keep nothing.
+    again: tuple[Source, ...] | None = None
     min_rows: int = 1  # tiles of fewer rows are padded (a compiled body may assume at least 2)
 
     @property
@@ -85,6 +117,10 @@ class RegionKernels(ABC):
     @abstractmethod
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Outputs and kept values on fake tensors."""
+
+    @abstractmethod
+    def fake_again(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
+        """Outputs of ``fxrl::region_again``, on fake tensors."""
 
     @abstractmethod
     def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
@@ -192,24 +228,18 @@ def region_vjp(
         given = [_as_traced(g, strides) for g, strides in zip(grads, body.grads, strict=True)]
         if kernels.region.groups > 1:
             return _backward_by_groups(kernels, body, kept, given)
-        sources = [source for source in body.sources if source[0] in ("input", "output")]
+        backward = _backward(body, key)
         read = [
             _as_traced(x, body.inputs[i]) if kind == "input" else x
-            for x, (kind, i) in zip(kept, sources, strict=True)
+            for x, (kind, i) in zip(kept, backward.read, strict=True)
         ]
-        return fresh(list(_backward(body, key, read, given)), [*kept, *grads])
+        return fresh(list(backward(read, given)), [*kept, *grads])
 
 
-def _backward(
-    body: Body, key: str, kept: Sequence[Tensor], grads: Sequence[Tensor]
-) -> Sequence[Tensor]:
+def _backward(body: Body, key: str) -> Later:
+    """What runs where a gradient came in."""
     assert body.backward is not None, f"region {key} was captured without a gradient"
-    queue = iter(kept)
-    values = [
-        grads[i] if kind == "grad" else body.sizes[i] if kind == "size" else next(queue)
-        for kind, i in body.sources
-    ]
-    return body.backward(*values)
+    return body.backward
 
 
 @region_vjp.register_fake
@@ -242,8 +272,7 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
             _Value(output[i], i >= count, ("output", -1) in asked)
             if kind == "output"
             else _Value(tensors[i], _is_made(tensors[i]), ("input", i) in asked)
-            for kind, i in body.sources
-            if kind in ("input", "output")
+            for kind, i in (body.backward.read if body.backward else ())
         ]
     _keep(ctx, values, pace, output[0].device)
     ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output[:count]]
@@ -382,15 +411,12 @@ def _with_vectors(
     kernels: RegionKernels, body: Body, parts: Sequence[Tensor], made: Sequence[Tensor]
 ) -> list[Tensor]:
     """A tile's outputs and vectors, from what its forward made of its ``parts``."""
-    read = [
-        made[i] if kind == "output" else parts[i]
-        for kind, i in body.sources
-        if kind in ("input", "output")
-    ]
+    backward = _backward(body, kernels.key)
+    read = [made[i] if kind == "output" else parts[i] for kind, i in backward.read]
     by_output = []
     for output in kernels.grad_outputs:
         units = [made[i].new_full(made[i].shape, float(i == output)) for i in kernels.grad_outputs]
-        by_output.append(_backward(body, kernels.key, read, units))
+        by_output.append(backward(read, units))
     stacked = (torch.stack(vectors, dim=1) for vectors in zip(*by_output, strict=True))
     return [*made[: body.num_outputs], *stacked]
 
@@ -419,10 +445,9 @@ def _backward_by_tiles(
     sums = [_accumulator(x, spec.tiled, len(bounds)) for x, spec in wanted]
     for start, stop in bounds:
         parts, padding = _tile_inputs(kernels, inputs, start, stop)
-        body = kernels.body(kernels.sizes_of(parts))
+        backward = _backward(kernels.body(kernels.sizes_of(parts)), kernels.key)
         given = [_pad(grad[start:stop], padding) for grad in grads]
-        read = [parts[i] for kind, i in body.sources if kind == "input"]
-        found = _backward(body, kernels.key, read, given)
+        found = backward([parts[i] for _, i in backward.read], given)
         for total, part, (_, spec) in zip(sums, found, wanted, strict=True):
             if spec.tiled:
                 total[start:stop] = part[: part.shape[0] - padding]
@@ -464,8 +489,15 @@ def group_part(x: Tensor, spec: InputSpec, group: int) -> Tensor:
     return x.narrow(spec.split, group * size, size)
 
 
+def side_by_side(part: Tensor, groups: int) -> Tensor:
+    """Memory for what groups keep, ``[groups, ...]``, that of each laid out as ``part``."""
+    shape, strides = (groups, *part.shape), (part.numel(), *part.stride())
+    return torch.empty_strided(shape, strides, dtype=part.dtype, device=part.device)
+
+
 def _forward_by_groups(region: Region, body: Body, inputs: list[Tensor]) -> list[Tensor]:
-    sums = _GroupSums([None] * body.num_outputs, region.groups)
+    splits = [*[None] * body.num_outputs, *[BESIDE] * body.num_kept]
+    sums = _GroupSums(splits, region.groups)
     for group in range(region.groups):
         parts = [
             _as_traced(group_part(x, spec, group), strides)
@@ -475,24 +507,59 @@ def _forward_by_groups(region: Region, body: Body, inputs: list[Tensor]) -> list
     return sums.results()
 
 
+@torch.library.custom_op(
+    "fxrl::region_again",
+    mutates_args=(),
+    schema="(Tensor[] kept, SymInt[] sizes, str key) -> Tensor[]",
+)
+def region_again(kept: list[Tensor], sizes: list[int], key: str) -> list[Tensor]:
+    """The outputs of a region's groups once more. ``kept`` are the tensors that the sources of
+    ``Body.again`` name, in order, ``sizes`` as in ``region_vjp``."""
+    kernels = lookup(key)
+    with torch.autocast(kept[0].device.type, enabled=False):
+        body, region = kernels.body(sizes), kernels.region
+        assert body.again is not None, f"the groups of region {key} keep nothing"
+        sums = _GroupSums([None] * body.num_outputs, region.groups)
+        for group in range(region.groups):
+            sums.add(group, body.again(_read_by_group(region, body, body.again, kept, group)))
+        return sums.results()
+
+
+@region_again.register_fake
+def _(kept: list[Tensor], sizes: list[Size], key: str) -> list[Tensor]:
+    return lookup(key).fake_again(sizes, kept[0].device)
+
+
+def _read_by_group(
+    region: Region, body: Body, later: Later, kept: Sequence[Tensor], group: int
+) -> list[Tensor]:
+    """A group's part of what all groups read behind the forward."""
+    return [
+        _as_traced(group_part(x, region.inputs[i], group), body.inputs[i])
+        if kind == "input"
+        else x[group]
+        for x, (kind, i) in zip(kept, later.read, strict=True)
+    ]
+
+
 def _backward_by_groups(
     kernels: RegionKernels, body: Body, kept: list[Tensor], grads: list[Tensor]
 ) -> list[Tensor]:
     """Gradients of split inputs group by group; those that groups share are summed."""
-    region = kernels.region
-    places = [place for kind, place in body.sources if kind == "input"]
+    region, backward = kernels.region, _backward(body, kernels.key)
     sums = _GroupSums([spec.split for spec in region.inputs if spec.needs_grad], region.groups)
     for group in range(region.groups):
-        parts = [
-            _as_traced(group_part(x, region.inputs[place], group), body.inputs[place])
-            for x, place in zip(kept, places, strict=True)
-        ]
-        sums.add(group, _backward(body, kernels.key, parts, grads))
+        sums.add(group, backward(_read_by_group(region, body, backward, kept, group), grads))
     return sums.results()
 
 
+#: Of a value that each group makes: it lies beside those of others, in a new first dim.
+BESIDE: Final = -1
+
+
 class _GroupSums:
-    """Values that each group makes: put together along the dim that is split, or summed.
+    """Values that each group makes: put together along the dim that is split, or summed, or kept
+    side by side.
 
     A caller that holds on to a group's values would have them beside the next group's.
     """
@@ -510,6 +577,8 @@ class _GroupSums:
         for total, part, split in zip(self._totals, parts, self._splits, strict=True):
             if split is None:
                 total += part
+            elif split == BESIDE:
+                total[group].copy_(part)
             else:
                 total.narrow(split, group * part.shape[split], part.shape[split]).copy_(part)
 
@@ -520,6 +589,8 @@ class _GroupSums:
     def _total(self, part: Tensor, split: int | None) -> Tensor:
         if split is None:
             return _accumulator(part, False, self._groups)
+        if split == BESIDE:
+            return side_by_side(part, self._groups)
         sizes = list(part.shape)
         sizes[split] *= self._groups
         return part.new_empty(sizes)

@@ -16,9 +16,11 @@ from fxrl.ir.region import region_calls, regions_of
 from fxrl.models import lora, tiny_config
 from fxrl.passes.group_heads import GroupHeads
 from tests.capture.mixer import assert_matches_eager, outcome
+from tests.compile.region_cases import saved_bytes
 from tests.passes.layered import Block, ids_batch, make_stack, outlined, square_loss
 from tests.passes.lowered import plain
 
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 GROUPS = Plan({f"0:blocks.{i}": CutLayer(head_groups=2) for i in range(4)})
 OPTIONS = {"passes": ("offload", "tile-tokens", "group-heads"), "on_miss": "error"}
 ONE_BY_ONE = fxrl.Config(**OPTIONS, compile_regions=False)
@@ -252,14 +254,21 @@ def test_architectures(kind, adapters, site):
     assert_matches_eager(step, logits_loss, model, ids_batch(3, 9), tol=1e-12)
     (remark,) = (r for r in step.report.remarks if r.pass_name == "group-heads")
     assert (remark.site, remark.kind) == (site, "applied")
+    layers = [kernels.region.forward for kernels in step.captures[0].kernels.values()]
+    (call,) = (call for layer in layers for call in region_calls(layer))
+    assert len(call.meta["val"]) == 1, (
+        "an adapter's part of the output is summed with its product's"
+    )
 
 
 def test_compiled():
-    model = make_stack(2, heads=4).float()
-    plan = Plan({f"0:blocks.{i}": CutLayer("attention", "gpu", "gpu", 4, 4) for i in range(2)})
+    model = make_stack(2, heads=4)
+    plan = Plan(
+        {f"0:blocks.{i}": CutLayer(c, tile_tokens=4, head_groups=4) for i, c in enumerate(CUTS[2:])}
+    )
     step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
     for shape in ((2, 5), (3, 8)):
-        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-5)
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
     assert step.verify(ids_batch()).ok
 
 
@@ -280,6 +289,24 @@ def test_bf16_is_no_further_from_the_truth_than_eager():
 
 
 # ---------------------------------------------------------------------------- what it is for
+@pytest.mark.parametrize(("cut", "forwards"), [("attention", 1), ("inputs", 3)])
+def test_what_attention_returned_is_kept_by_groups(cut, forwards):
+    """As in a layer whose heads run together: as many bytes, and attention runs no second time."""
+    model, batch, kept = make_stack(2, heads=4), ids_batch(4, 16), {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for groups in (0, 4):
+        plan = Plan({f"0:blocks.{i}": CutLayer(cut, head_groups=groups) for i in range(2)})
+        step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=plan)
+        step(batch)
+        kept[groups] = saved_bytes(lambda step=step: step(batch), without=weights)
+    assert kept[4] == kept[0]
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step(batch).backward()
+    names = [event.name for event in seen.events()]
+    ran = [names.count(f"aten::{FLASH}{half}") for half in ("", "_backward")]
+    assert ran == [2 * 4 * forwards, 2 * 4]
+
+
 def test_no_more_than_a_group_is_alive():
     model, batch, heads = make_stack(2, heads=4), ids_batch(4, 16), {}
     for groups in (0, 4):

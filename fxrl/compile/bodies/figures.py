@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxrl.compile.bodies.variants import CompiledRegion
-from fxrl.ir.graph import val_of
+from fxrl.ir.graph import Size, bound, is_call, val_of
 from fxrl.ops.region import sum_dtype, tile_bounds
 from fxrl.planner.cost import seconds
 from fxrl.planner.memory_profile import MemoryProfile, nbytes, tensor_bytes
@@ -28,8 +28,10 @@ class Figures:
     backward_bytes: int  # peak of the backward, its incoming gradients included
     forward_s: float
     backward_s: float
-    # Source (as in ``ops.region.Body.sources``) and bytes of each tensor that the backward reads.
+    # Source (as in ``ops.region.Later``) and bytes of each tensor that the backward reads.
     saved: tuple[tuple[tuple[str, int], int], ...]
+    again_bytes: int = 0  # peak of what groups sum again
+    again_s: float = 0.0
 
 
 class BodyProfile:
@@ -40,6 +42,7 @@ class BodyProfile:
         self._built, traced = built, built.traced
         self._forward = _Half(traced.forward, seen)
         self._backward = None if traced.backward is None else _Half(traced.backward, seen)
+        self._again = None if traced.again is None else _Half(traced.again, seen)
         self._saved = self._memory_saved()
         self._inside = {inner.key: BodyProfile(inner, seen) for inner in built.inside.values()}
         self._known: dict[Any, Figures] = {}
@@ -51,8 +54,14 @@ class BodyProfile:
         ``tile`` rows per tile, the bytes are those of one tile (and of all vectors, where it makes
         some) and the seconds those of all; of one that runs in groups, the bytes are those beside
         its results and incoming gradients."""
-        read = map(measure, self._built.sizes_of(inputs))
-        sizes = dict(zip(self._built.traced.bound.names, read, strict=True))
+        return self.of(self._built.sizes_of(inputs), measure, target, tile)
+
+    def of(
+        self, sizes_of: Sequence[Size], measure: Measure, target: Target, tile: int = 0
+    ) -> Figures:
+        """As ``at``, for what ``RegionKernels.sizes_of`` says of the inputs."""
+        names = self._built.traced.bound.names
+        sizes = dict(zip(names, map(measure, sizes_of), strict=True))
         if self._built.region.groups > 1:
             return self._by_groups(sizes, target)
         if not tile:
@@ -105,9 +114,20 @@ class BodyProfile:
             added = (results + 2 * sums) / target.bandwidth
             return max(sums + peak - results, sums), region.groups * (seconds + added)
 
-        forward = half([*map(val_of, output.args[0])], one.forward_bytes, one.forward_s)
+        results = [*map(val_of, output.args[0])]
+        outputs, kept = results[: traced.num_outputs], results[traced.num_outputs :]
+        forward = half(outputs, one.forward_bytes, one.forward_s)
+        copied = 2 * region.groups * sum(tensor_bytes(value, measure) for value in kept)
         backward = half(summed, one.backward_bytes - incoming, one.backward_s)
-        return Figures(forward[0], backward[0], forward[1], backward[1], one.saved)
+        again = half(outputs, one.again_bytes, one.again_s)
+        return Figures(
+            forward[0],
+            backward[0],
+            forward[1] + copied / target.bandwidth,
+            backward[1],
+            one.saved,
+            *again,
+        )
 
     def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:
         """The inputs and outputs of the region that the backward reads, each with its kind and its
@@ -139,18 +159,25 @@ class BodyProfile:
         backward = (0, 0.0) if self._backward is None else self._backward.at(measure, target, inner)
         incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
         saved = [(source, nbytes(node, measure)) for node, source in self._saved.items()]
-        return Figures(forward[0], backward[0] + incoming, forward[1], backward[1], tuple(saved))
+        again = (0, 0.0) if self._again is None else self._again.at(measure, target, inner)
+        return Figures(
+            forward[0], backward[0] + incoming, forward[1], backward[1], tuple(saved), *again
+        )
 
     def _called(self, call: fx.Node, measure: Measure, target: Target) -> tuple[int, float]:
         """Bytes and seconds of a region inside of this one; none of other calls."""
-        if call.target not in (fxrl.region.default, fxrl.region_vjp.default):
+        whole, again = fxrl.region.default, fxrl.region_again.default
+        if not is_call(call, whole, again, fxrl.region_vjp.default):
             return 0, 0.0
-        whole, given = call.target is fxrl.region.default, list[Any](call.args)
-        inputs = [node.meta["val"] for node in given[0]]
-        key, tile = given[1:3] if whole else given[3:5]
-        found = self._inside[key].at(inputs, measure, target, int(tile))
-        if whole:
+        given: dict[str, Any] = bound(call)
+        body, tile = self._inside[given["key"]], int(given.get("tile", 0))
+        if is_call(call, whole):
+            found = body.at([val_of(node) for node in given["inputs"]], measure, target, tile)
             return found.forward_bytes, found.forward_s
+        sizes = [size if isinstance(size, int) else size.meta["val"] for size in given["sizes"]]
+        found = body.of(sizes, measure, target, tile)
+        if is_call(call, again):
+            return found.again_bytes, found.again_s
         return found.backward_bytes, found.backward_s
 
 

@@ -8,9 +8,9 @@ All cuts but "inputs" are PyTorch's own (``min_cut_rematerialization_partition``
 it decides as it does for ``torch.compile``: it keeps what is dear to compute again and what would
 be written to memory once more. With "fewest" all but products, attention and reductions may run
 again, so the fewest bytes are kept that spare the products; with "attention" it is told to compute
-all else again. With "inputs" the backward runs the forward again; with "vectors" all of
-it but the products, for it runs at once, tile by tile. What runs again does so as late as the
-gradients allow: little is alive at a time.
+all else again, sums over groups of heads too, of what the groups keep. With "inputs" the backward
+runs the forward again; with "vectors" all of it but the products, for it runs at once, tile by
+tile. What runs again does so as late as the gradients allow: little is alive at a time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from fxrl.ir.graph import (
     graph_module,
     is_call,
     is_view,
+    val_of,
 )
 from fxrl.ir.region import Cut
 from fxrl.ir.sizes import SizeTable
-from fxrl.ops.region import lookup
+from fxrl.ops.region import Source, lookup
 
-Source = tuple[str, int]
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
 _QUANTIZED_PRODUCTS = ("fxrl.scaled_mm.default", *PIECEWISE_PRODUCTS)
@@ -86,7 +86,19 @@ def partition(
             node.meta.pop(told, None)
     forward, backward = pair
     (output,) = backward.graph.find_nodes(op="output")
-    return _Settling(forward, _late(backward, output.args[0]), num_outputs).settle()
+    late = _late(backward, output.args[0])
+    return _Settling(forward, late, num_outputs, sum_again=cut == "attention").settle()
+
+
+def outputs_again(forward: fx.GraphModule, num_outputs: int) -> Halves:
+    """A forward, and as its backward the graph of its outputs of what it keeps."""
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    sizes = {n for n in forward.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}
+    given = sizes.union(results[num_outputs:])
+    nodes = _needed(results[:num_outputs], set(forward.graph.nodes), given)
+    again = _graph_of(forward, nodes, results[:num_outputs], given)
+    return _Settling(forward, again, len(results)).settle()
 
 
 def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
@@ -189,15 +201,24 @@ def _graph_of(
 class _Settling:
     """The partitioner's two graphs; ``settle`` says where the backward's arguments are from."""
 
-    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        num_outputs: int,
+        *,
+        sum_again: bool = False,
+    ) -> None:
+        self.forward, self.backward, self._sum_again = forward, backward, sum_again
         (self._output,) = forward.graph.find_nodes(op="output")
         self._nodes = {node.name: node for node in forward.graph.nodes}
         self._inputs = forward.graph.find_nodes(op="placeholder")
         self._results: list[Any] = list(self._output.args[0])[:num_outputs]
+        self._sums: dict[fx.Node, fx.Node] = {}  # by the call of the groups
 
     def settle(self) -> Halves:
-        """Return only what is the forward's own memory; the rest is an input, or a look at one."""
+        """Return only what is the forward's own memory; the rest is an input, or a look at one, or
+        with ``sum_again`` a sum over groups of heads that keep what it is made of."""
         self._recompute_views()
         self._take_sizes()
         sources: list[Source] = []
@@ -225,18 +246,67 @@ class _Settling:
 
     def _recompute_views(self) -> None:
         """Instead of views (a weight's transpose, attention's output as rows, queries, keys and
-        values of one product), keep the values that own their memory."""
+        values of one product) and of what is summed again, keep the values that own their memory.
+        """
         graph = self.backward.graph
         given = graph.find_nodes(op="placeholder")
         again = {node.name: node for node in graph.nodes if node.op != "placeholder"}
         rest = next(iter(again.values()))
-        views = [n for n in given if n.name in self._nodes and is_view(self._nodes[n.name])]
+        views = [n for n in given if n.name in self._nodes and self._is_made(self._nodes[n.name])]
         places = {node.name: node for node in given if node not in views}
         for kept in views:
             with graph.inserting_before(rest):
                 place = self._place(graph, self._nodes[kept.name], places, again)
             kept.replace_all_uses_with(place)
             graph.erase_node(kept)
+
+    def _is_made(self, node: fx.Node) -> bool:
+        return is_view(node) or self._is_sum(node)
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        """Whether a value is an output of groups of heads that shall be summed again."""
+        call, place = node.args if is_call(node, operator.getitem) else (None, None)
+        if not self._sum_again or not is_call(call, torch.ops.fxrl.region.default):
+            return False
+        kernels = lookup(str(call.args[1]))
+        return kernels.again is not None and place in range(kernels.num_outputs)
+
+    def _sum(
+        self,
+        graph: fx.Graph,
+        node: fx.Node,
+        places: dict[str, fx.Node],
+        again: dict[str, fx.Node],
+    ) -> fx.Node:
+        """The backward's own sum over groups for the forward's ``node``."""
+        call: Any = node.args[0]
+
+        def made(value: fx.Node) -> fx.Node:
+            """What the sum reads: kept where it is anyway, else (a weight in bf16) made again."""
+            if value.op == "placeholder" or value.name in places:
+                return self._place(graph, value, places, again)
+            return graph.node_copy(value, made)
+
+        if call not in self._sums:
+            kernels = lookup(str(call.args[1]))
+            assert kernels.again is not None
+            of_kind = {"input": dict(enumerate(call.args[0]))}
+            of_kind["output"] = {n.args[1]: n for n in call.users}
+            kept = [made(of_kind[kind][i]) for kind, i in kernels.again]
+            sizes = kernels.sizes_of([val_of(value) for value in call.args[0]])
+            given = (kept, [self._given_size(graph, size) for size in sizes], kernels.key)
+            self._sums[call] = graph.call_function(torch.ops.fxrl.region_again.default, given)
+            self._sums[call].meta["val"] = call.meta["val"][: kernels.num_outputs]
+        return graph.call_function(operator.getitem, (self._sums[call], node.args[1]))
+
+    def _given_size(self, graph: fx.Graph, size: Size) -> int | fx.Node:
+        """A size as an argument of the backward, to be settled like others."""
+        if isinstance(size, int):
+            return size
+        with graph.inserting_before(next(iter(graph.nodes))):
+            given = graph.placeholder(f"size_{len(graph.nodes)}")
+        given.meta["val"] = size
+        return given
 
     def _take_sizes(self) -> None:
         """Compute the sizes that the backward takes (``b * s``) from dims of what it gets and from
@@ -274,7 +344,9 @@ class _Settling:
         """The forward's value ``node`` at the beginning of the backward's graph."""
         if node.name in places:
             return places[node.name]
-        if node.op == "placeholder" or not is_view(node):  # an input, or a size
+        if self._is_sum(node):
+            place = self._sum(graph, node, places, again)
+        elif node.op == "placeholder" or not is_view(node):  # an input, or a size
             with graph.inserting_before(next(iter(graph.nodes))):
                 place = graph.placeholder(node.name)
             if node.name in again:  # it is kept now

@@ -2,6 +2,8 @@
 
     a layer         forward:  inputs -> outputs, kept values
                     backward: kept values, ..., gradients -> gradients of the inputs
+    groups          as a layer, and
+                    again:    inputs, kept values -> outputs
     a tile          forward:  inputs -> outputs
                     backward: inputs, gradients -> gradients of the inputs; the forward runs inside
 
@@ -37,7 +39,7 @@ from fxrl.compile._torch import (
     without_saved_tensors_hooks,
 )
 from fxrl.compile.bodies.attention import fastest
-from fxrl.compile.bodies.partition import Halves, partition
+from fxrl.compile.bodies.partition import Halves, outputs_again, partition
 from fxrl.ir.graph import Size, clone, hint, spelled_alike, tensor_val, writes
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
@@ -61,6 +63,7 @@ class TracedBody:
         forward, backward: the halves; ``backward`` is None without a gradient.
         sources: where each argument of ``backward`` is from; see ``ops.region.Body``.
         sizes: the sizes that ``backward`` takes, in this body's symbols.
+        again, again_sources, again_sizes: the outputs of what groups keep; None if they keep none.
         num_outputs: outputs of the region itself.
         grad_outputs: which outputs have an incoming gradient.
         input_examples, grad_examples: what was traced with.
@@ -99,6 +102,9 @@ class TracedBody:
         self.backward: fx.GraphModule | None = None
         self.sources: tuple[tuple[str, int], ...] = ()
         self.sizes: tuple[Size, ...] = ()
+        self.again: fx.GraphModule | None = None
+        self.again_sources: tuple[tuple[str, int], ...] = ()
+        self.again_sizes: tuple[Size, ...] = ()
         self._joint: fx.GraphModule | None = None
         if any(spec.needs_grad for spec in region.inputs):
             self.grad_outputs = tuple(
@@ -128,8 +134,19 @@ class TracedBody:
                 halves: Halves = partition(joint, self.num_outputs, alive, cut=self.region.cut)
             self.forward, self.backward = halves.forward, halves.backward
             self.sources, self.sizes = halves.sources, halves.sizes
+            if self.num_kept and self.region.groups > 1:
+                summed = outputs_again(self.forward, self.num_outputs)
+                self.again, self.again_sources = summed.backward, summed.sources
+                self.again_sizes = summed.sizes
         self.forward = self._passed(HALF_PIPELINE, self.forward)
         self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
+        self.again = self.again and self._passed(HALF_PIPELINE, self.again)
+
+    @property
+    def num_kept(self) -> int:
+        """How many values the forward hands to the backward beside its inputs and outputs."""
+        (output,) = self.forward.graph.find_nodes(op="output")
+        return len(output.args[0]) - self.num_outputs
 
     def _joint_of(self, outputs: Sequence[Tensor]) -> fx.GraphModule | None:
         """The joint graph, if autograd sees an output; these are taken for granted at first."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -21,18 +22,22 @@ from fxrl.compile._torch import keeps_graph
 from fxrl.compile.bodies.attention import allowed, calls_attention, kernels_of
 from fxrl.compile.bodies.inductor import InductorOptions, begin_body, generated_source
 from fxrl.compile.bodies.trace import TracedBody
-from fxrl.ir.graph import Size, clone
+from fxrl.ir.graph import Size, clone, val_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, regions_of
 from fxrl.ops.region import (
     Body,
+    Later,
     RegionKernels,
+    Source,
     Strides,
     TensorFunction,
     group_part,
     new_vectors,
+    read_of,
     register,
     registered,
+    side_by_side,
 )
 
 aten = torch.ops.aten
@@ -53,21 +58,22 @@ class _Variant:
     options: InductorOptions | None
     forward: TensorFunction | None = None
     backward: TensorFunction | None = None
-    _begun: list[Callable[[], TensorFunction]] | None = None
+    again: TensorFunction | None = None
+    _begun: list[Callable[[], TensorFunction] | None] | None = None
 
     def begin(self) -> None:
-        """Lower both halves, and let their kernels be compiled meanwhile; once."""
+        """Lower the halves, and let their kernels be compiled meanwhile; once."""
         if self._begun is None:
-            halves = (self.traced.forward, self.traced.backward)
-            self._begun = [self._begin(half) for half in halves if half is not None]
+            halves = (self.traced.forward, self.traced.backward, self.traced.again)
+            self._begun = [half and self._begin(half) for half in halves]
 
     def compile(self) -> None:
         """Make what runs; nothing where it is made."""
         if self.forward is None:
             self.begin()
             assert self._begun is not None
-            self.forward, *backward = [finish() for finish in self._begun]
-            self.backward = backward[0] if backward else None
+            made = [finish and finish() for finish in self._begun]
+            self.forward, self.backward, self.again = made
             self._begun = []
 
     def _begin(self, half: fx.GraphModule) -> Callable[[], TensorFunction]:
@@ -86,14 +92,19 @@ class _Variant:
         def strides(examples: Sequence[Tensor]) -> tuple[Strides, ...]:
             return tuple(tuple(map(measure, x.stride())) for x in examples)
 
+        def later(
+            run: TensorFunction | None, sources: Sequence[Source], sizes: Sequence[Size]
+        ) -> Later | None:
+            return run and Later(run, tuple(sources), tuple(map(measure, sizes)))
+
         return Body(
             self.forward,
-            self.backward,
-            traced.sources,
+            later(self.backward, traced.sources, traced.sizes),
             traced.num_outputs,
+            traced.num_kept,
+            later(self.again, traced.again_sources, traced.again_sizes),
             strides(traced.input_examples),
             strides(traced.grad_examples),
-            tuple(map(measure, traced.sizes)),
         )
 
 
@@ -125,7 +136,8 @@ class CompiledRegion(RegionKernels):
             self.inside, self._forward = like.inside, like._forward
             self.variants = [_Variant(like.traced.with_cut(region), options)]
         first = self.variants[0].traced
-        self.grad_outputs = first.grad_outputs
+        self.grad_outputs, self.num_outputs = first.grad_outputs, first.num_outputs
+        self.again = None if first.again is None else tuple(read_of(first.again_sources))
         self._bound = first.bound
         self._bodies: dict[tuple[int, ...], Body] = {}
 
@@ -160,7 +172,9 @@ class CompiledRegion(RegionKernels):
     def body(self, sizes: Sequence[Size]) -> Body:
         if any(isinstance(size, torch.SymInt) for size in sizes):  # nothing runs
             traced = self.traced
-            return Body(traced.forward, traced.backward, traced.sources, traced.num_outputs)
+            half = traced.backward
+            backward = None if half is None else Later(half, traced.sources)
+            return Body(traced.forward, backward, traced.num_outputs, traced.num_kept)
         key = tuple(map(int, sizes))
         if key not in self._bodies:
             named = dict(zip(self._bound.names, key, strict=True))
@@ -173,8 +187,20 @@ class CompiledRegion(RegionKernels):
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         forward = self.region.forward if self.region.tiled else self.traced.forward
         pairs = zip(inputs, self.region.inputs, strict=True)
-        outputs: Sequence[Tensor] = forward(*(group_part(x, spec, 0) for x, spec in pairs))
+        outputs = list[Tensor](forward(*(group_part(x, spec, 0) for x, spec in pairs)))
+        if (groups := self.region.groups) > 1:
+            kept = outputs[self.num_outputs :]
+            outputs[self.num_outputs :] = [side_by_side(x, groups) for x in kept]
         return [*outputs, *new_vectors(self, inputs)]
+
+    def fake_again(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
+        named = dict(zip(self._bound.names, sizes, strict=True))
+        (outputs,) = self.region.forward.graph.output_node().args
+        made = []
+        for val in map(val_of, cast(tuple[fx.Node, ...], outputs)):
+            shape = [self._bound.size(size, named) for size in val.shape]
+            made.append(torch.empty(shape, dtype=val.dtype, device=device))
+        return made
 
     def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
         named = dict(zip(self._bound.names, sizes, strict=True))
@@ -199,6 +225,8 @@ class CompiledRegion(RegionKernels):
             files[f"forward{suffix}.py"] = generated_source(variant.forward)
             if variant.backward is not None:
                 files[f"vjp{suffix}.py"] = generated_source(variant.backward)
+            if variant.again is not None:
+                files[f"again{suffix}.py"] = generated_source(variant.again)
         return files
 
     def _find(self, sizes: dict[str, int]) -> _Variant:
