@@ -28,7 +28,6 @@ from fxrl.analysis.head_groups import HeadGroups, find_head_groups
 from fxrl.analysis.shares import Share
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
-    Size,
     as_node,
     bound,
     clone,
@@ -134,9 +133,7 @@ def _read_elsewhere(node: fx.Node, found: HeadGroups) -> None:
     source = as_node(node.args[0])
     if source in found.found.steps and source not in found.sums:
         with node.graph.inserting_before(node):
-            size = SizeTable(node.graph).arg(node.meta["val"])
-        assert size is not None
-        replace_by(node, size)
+            replace_by(node, SizeTable(node.graph).arg(node.meta["val"]))
 
 
 class _Body:
@@ -209,7 +206,7 @@ class _Body:
             sizes[step.shares.dim] = step.shares.size(self._found.groups)
             expands = is_call(node, aten.expand.default)
             target = node.target if expands else aten.reshape.default
-            return call(target, place(as_node(node.args[0])), [*map(self._size, sizes)])
+            return call(target, place(as_node(node.args[0])), [*map(self._sizes.arg, sizes)])
         args, kwargs = fx.map_arg((node.args, node.kwargs), place)
         return call(node.target, *args, **kwargs)
 
@@ -218,16 +215,11 @@ class _Body:
         if (node, None) in self._parts:
             return self._parts[node, None]
         if isinstance(node.meta["val"], torch.SymInt):
-            return self._size(node.meta["val"])
+            return self._sizes.arg(node.meta["val"])
         if node not in self._places:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
             self._places[node] = self._builder.call(node.target, *args, **kwargs)
         return self._places[node]
-
-    def _size(self, size: Size) -> int | fx.Node:
-        if (found := self._sizes.arg(size)) is None:
-            raise Refusal(f"the size {size} is told by no input")
-        return found
 
 
 def _looked_at(node: fx.Node) -> fx.Node:

@@ -36,7 +36,6 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
-from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
@@ -170,7 +169,4 @@ def _again(builder: Builder, node: fx.Node, old: Any, new: fx.Node) -> fx.Node:
 
 
 def _reshaped(builder: Builder, sizes: SizeTable, value: fx.Node, rest: Any) -> fx.Node:
-    target = [sizes.arg(size) for size in rest]
-    if None in target:
-        raise Refusal("the sizes of the result cannot be written in the graph")
-    return builder.call(aten.reshape.default, value, [-1, *target])
+    return builder.call(aten.reshape.default, value, [-1, *map(sizes.arg, rest)])
