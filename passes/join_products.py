@@ -30,8 +30,8 @@ from fxrl.ir.graph import (
     equal_sizes,
     is_call,
     is_pointwise,
+    is_same,
     is_tensor,
-    is_view,
     shape_of,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
@@ -132,8 +132,9 @@ def _alike(first: fx.Node, other: fx.Node) -> bool:
     if first.target in _SHAPES:
         return True
     if first.target in _PRODUCTS:
-        return all(map(_same, factors(first)[1:], factors(other)[1:]))
-    others = first.kwargs == other.kwargs and _same(first.args[1:], other.args[1:])
+        return is_same(factors(first)[1:], factors(other)[1:], guards=True)
+    others = first.kwargs == other.kwargs
+    others = others and is_same(first.args[1:], other.args[1:], guards=True)
     return others and _acts_within(first)
 
 
@@ -147,20 +148,6 @@ def _acts_within(node: fx.Node) -> bool:
         return False
     others = filter(is_tensor, node.all_input_nodes[1:])
     return all(len(shape_of(other)) < len(shape_of(node)) for other in others)
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Whether two arguments are one value: itself, a size as large, equal views and casts of it."""
-    if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-        return type(left) is type(right) and bool(left == right)
-    mine, its = left.meta.get("val"), right.meta.get("val")
-    if isinstance(mine, torch.SymInt) and isinstance(its, torch.SymInt):
-        return equal_sizes(mine, its)
-    copied = left.target is right.target and (is_view(left) or is_call(left, *COPIES))
-    again = copied and left.kwargs == right.kwargs and _same(left.args, right.args)
-    return left is right or again
 
 
 def _again(builder: Builder, node: fx.Node, old: Any, new: fx.Node) -> fx.Node:

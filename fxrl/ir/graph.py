@@ -225,16 +225,29 @@ def spelled_alike(left: Iterable[Size], right: Iterable[Size]) -> bool:
     return [*map(str, left)] == [*map(str, right)]
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal: looks at one value, or equal copies of one."""
-    while one is not other:
-        looks = is_call(one, *RESHAPES, *COPIES) and is_call(other, *RESHAPES, *COPIES)
-        if not looks or (one.target, one.kwargs) != (other.target, other.kwargs):
+def is_same(one: Any, other: Any, *, guards: bool = False) -> bool:
+    """Whether two arguments of calls are equal: one value, sizes as large, the same looks at values
+    that are or copies of these. Sizes are compared as by ``equal_sizes`` where ``guards`` may be
+    asked, else as they are spelled."""
+
+    def same(a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+            return len(a) == len(b) and all(map(same, a, b))
+        if isinstance(a, torch.SymInt) and isinstance(b, (int, torch.SymInt)):
+            return equal_sizes(a, b) if guards else str(a) == str(b)
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+            return type(a) is type(b) and bool(a == b)
+        if isinstance(a.meta.get("val"), torch.SymInt):
+            return same(a.meta["val"], b.meta.get("val"))
+        if a.target != b.target or a.kwargs != b.kwargs:
             return False
-        if not spelled_alike(shape_of(one), shape_of(other)):
-            return False
-        one, other = one.args[0], other.args[0]
-    return True
+        if is_call(a, *RESHAPES):  # however their sizes are given
+            return same((a.args[0], shape_of(a)), (b.args[0], shape_of(b)))
+        return (is_view(a) or is_call(a, *COPIES)) and same(a.args, b.args)
+
+    return same(one, other)
 
 
 def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
