@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -48,6 +47,7 @@ from fxrl.ir.region import (
     call_region,
     differentiated,
     mark_grads,
+    once_for_body,
     set_region,
 )
 from fxrl.ir.remark import Refusal
@@ -55,10 +55,6 @@ from fxrl.ir.sizes import SizeTable
 from fxrl.passes.recompute import LayerPass, OutlinedLayer
 
 aten = torch.ops.aten
-#: Bodies whose attention was grouped, or why not, by the one they were made from and the groups.
-_GROUPED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule | Refusal]] = (
-    WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True)
@@ -94,22 +90,14 @@ class GroupHeads(LayerPass):
 def group_heads(region: Region, groups: int) -> Region:
     """The region with its attention in ``groups`` groups of heads. Raises ``Refusal`` if its heads
     are not computed each by itself."""
-    known = _GROUPED.setdefault(region.forward, {})
-    key = (groups, *(spec.needs_grad for spec in region.inputs))
-    if key not in known:
-        try:
-            known[key] = _grouped(region, groups)
-        except Refusal as refusal:
-            known[key] = refusal
-    if isinstance(made := known[key], Refusal):
-        raise made
-    return replace(region, forward=made)
+    return replace(region, forward=_grouped(region.forward, region.trained, groups))
 
 
-def _grouped(region: Region, groups: int) -> fx.GraphModule:
+@once_for_body
+def _grouped(forward: fx.GraphModule, trained: tuple[bool, ...], groups: int) -> fx.GraphModule:
     """A copy of the region's graph that calls one of its heads in groups."""
-    gm = clone(region.forward)
-    mark_grads(gm.graph, region.inputs)
+    gm = clone(forward)
+    mark_grads(gm.graph, trained)
     share_views(gm.graph)
     found = find_head_groups(gm, groups)
     body = _Body(found)

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -34,7 +33,7 @@ from fxrl.ir.graph import (
     needs_grad,
     tensor_val,
 )
-from fxrl.ir.region import Region, mark_grads
+from fxrl.ir.region import Cut, Region, mark_grads, once_for_body
 
 #: What an op's derivative reads, as ``derivatives.yaml`` of PyTorch says: ``x: y, z`` is "the
 #: gradient of x is computed from y and z"; no clause, from the incoming gradient alone. Ops that
@@ -117,26 +116,19 @@ def kept_by(region: Region) -> Kept:
 
     The partitioner finds the ``fewest`` bytes; here those for the products stand for them.
     """
-    known = _KEPT.setdefault(region.forward, {})
-    key = (region.cut, *(spec.needs_grad for spec in region.inputs))
-    if key not in known:
-        known[key] = _kept(region)
-    return known[key]
+    return _kept(region.forward, region.trained, region.cut)
 
 
-#: By body, and what else it depends on: layers share one.
-_KEPT: WeakKeyDictionary[fx.GraphModule, dict[Any, Kept]] = WeakKeyDictionary()
-
-
-def _kept(region: Region) -> Kept:
-    graph = region.forward.graph
-    mark_grads(graph, region.inputs)
+@once_for_body
+def _kept(body: fx.GraphModule, trained: tuple[bool, ...], cut: Cut) -> Kept:
+    graph = body.graph
+    mark_grads(graph, trained)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     eager = _kept_op_by_op(nodes)
     inputs = set(graph.find_nodes(op="placeholder"))
     read = {x for x in inputs if x.users and is_tensor(x) and not _is_parameter(x)}
-    if region.cut in ("inputs", "attention"):
-        attention = {value for value in eager if region.cut == "attention" and _is_attention(value)}
+    if cut in ("inputs", "attention"):
+        attention = {value for value in eager if cut == "attention" and _is_attention(value)}
         kept = read | attention
     else:
         kept = _kept_for_products(nodes, eager)
