@@ -39,6 +39,7 @@ from fxrl.ir.graph import (
     COPIES,
     SHARDED_MM,
     TRANSPOSES,
+    Lender,
     add_input,
     body_of,
     clone,
@@ -231,10 +232,10 @@ class Fp8Lora(Pass[FrozenProduct]):
             raise refusal
         features, out = _sizes(site)
         if site.weight is None:
-            _Swap(self.gradient).at(site, ())
+            _Swap(self.gradient).at(gm, site, ())
             return Applied(f"weight [{out}, {features}] in FP8, as it is held")
         weight = add_derived(gm, site.weight, QuantizeWeight(self.recipe, site.turned))
-        _Swap(self.gradient).at(site, weight)
+        _Swap(self.gradient).at(gm, site, weight)
         error = "" if (off := self._error(site)) is None else f", off by {off:.3f}"
         how = f"scales by {self.recipe}{error}"
         return Applied(f"weight [{out}, {features}] in FP8, {how}")
@@ -405,14 +406,15 @@ class _Swap:
 
     gradient: str
 
-    def at(self, site: FrozenProduct, weight: Sequence[fx.Node]) -> None:
+    def at(self, gm: fx.GraphModule, site: FrozenProduct, weight: Sequence[fx.Node]) -> None:
         """The product of a site, with a weight of the outermost graph."""
-        for call in site.path:
-            if region_at(call) is not None:
-                self._inside(call, site.product.name, weight)
-                return
-            weight = _handed(call, weight)
-        self._swap(site.product, weight)
+        region = next((call for call in site.path if region_at(call) is not None), None)
+        lender, graph = Lender(gm), (site.product if region is None else region).graph
+        weight = [lender.to(graph, part) for part in weight]
+        if region is None:
+            self._swap(site.product, weight)
+        else:
+            self._inside(region, site.product.name, weight)
 
     def _inside(self, call: fx.Node, product: str, weight: Sequence[fx.Node]) -> None:
         """A product of a region's body, for one call; the others' bodies stay."""
@@ -437,7 +439,8 @@ class _Swap:
         gm = clone(forward)
         old = gm.graph.find_nodes(op="placeholder")
         read = [bool(node.users) for node in old]
-        self._swap(next(n for n in gm.graph.nodes if n.name == product), _more_inputs(gm, weight))
+        more = [add_input(gm.graph, "fp8", val_of(part)) for part in weight]
+        self._swap(next(n for n in gm.graph.nodes if n.name == product), more)
         tidy(gm)
         gm.meta["kept"] = [i for i, node in enumerate(old) if node.users or not read[i]]
         for i in sorted(set(range(len(old))) - set(gm.meta["kept"])):
@@ -471,26 +474,3 @@ def _quantized(build: Builder, rows: fx.Node, block: int) -> tuple[fx.Node, fx.N
     parts = {user.args[1]: user for user in pair.users}
     values, scale = (parts.get(i) or build.call(operator.getitem, pair, i) for i in range(2))
     return values, scale
-
-
-def _called(call: fx.Node) -> fx.GraphModule:
-    owner: Any = call.graph.owning_module
-    body = body_of(owner, call)
-    assert body is not None
-    return body
-
-
-def _handed(call: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:
-    """Values of a graph in the body that a call of it runs, as inputs."""
-    body, given = _called(call), list(call.args[1:])
-    inputs = body.graph.find_nodes(op="placeholder")
-    known = [inputs[given.index(value)] for value in values if value in given]
-    if len(known) == len(values):
-        return known
-    call.args = (*call.args, *values)
-    return _more_inputs(body, values)
-
-
-def _more_inputs(gm: fx.GraphModule, values: Sequence[fx.Node]) -> list[fx.Node]:
-    """Inputs for values of another graph, behind those that there are."""
-    return [add_input(gm.graph, "fp8", value.meta["val"]) for value in values]
