@@ -246,19 +246,6 @@ def _piece(head: LossHead, at: slice, weight: Tensor) -> LossHead:
     return head._replace(weight=weight.to(head.hidden.dtype), target=target)
 
 
-def _some(head: LossHead, rows: slice) -> LossHead:
-    """The head of some rows."""
-    temperature, mask = head.temperature, head.row_mask
-    if temperature is not None and temperature.numel() > 1:
-        temperature = temperature[rows]
-    return head._replace(
-        hidden=head.hidden[rows],
-        target=head.target[rows],
-        temperature=temperature,
-        row_mask=None if mask is None else mask[rows],
-    )
-
-
 def _empty(head: LossHead, held: Held, names: Collection[str]) -> dict[str, Tensor]:
     """Uninitialised values: [pieces, N] for ``names``, [0] for the others."""
     pieces = -(-held.vocab // held.piece_rows(head.weight))
@@ -280,7 +267,7 @@ def _scored(
     check_target(held.whole(head))
     made = _empty(head, held, names)
     for rows in slices(head.hidden.shape[0], ROWS):
-        some = _some(head, rows)
+        some = head.of(rows)
         online = _Online(some) if vectors else None
         _score(some, held, {name: made[name][:, rows] for name in names}, online)
         if online is not None and vectors:
