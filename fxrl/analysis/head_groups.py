@@ -12,7 +12,7 @@ norms of each head by itself lie between. What mixes heads there is a refusal.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -20,16 +20,17 @@ import torch
 from torch import fx
 
 from fxrl.analysis.attention import SDPA, options_of
+from fxrl.analysis.layers import is_product
 from fxrl.analysis.rows.rules import op_name
 from fxrl.analysis.shares import Share, SharedGraph, Step, step_of
 from fxrl.ir.graph import (
-    PRODUCTS,
     TRANSPOSES,
     Size,
     as_node,
     bound,
     is_call,
     is_quantized_product,
+    reached,
     shape_of,
 )
 from fxrl.ir.remark import Refusal
@@ -97,7 +98,8 @@ def _weights(attention: fx.Node, groups: int) -> dict[fx.Node, Share]:
     weights: dict[fx.Node, Share] = {}
     seen: set[fx.Node] = set()
     for operand in attention.args[:3]:
-        products = set(_nearest_products(as_node(operand)))
+        nearest = reached([as_node(operand)], _before_products)  # without another one between
+        products = {node for node in nearest if is_product(node)}
         for product in sorted(products):
             if product in seen:
                 raise Refusal("one product makes queries, keys and values together", at=product)
@@ -114,18 +116,10 @@ def _weights(attention: fx.Node, groups: int) -> dict[fx.Node, Share]:
     return weights
 
 
-def _nearest_products(value: fx.Node) -> Iterator[fx.Node]:
-    """The products that a value is made of without another product between."""
-    seen, ahead = set[fx.Node](), [value]
-    while ahead:
-        node = ahead.pop()
-        if node in seen or is_call(node, aten.sym_size.int):
-            continue
-        seen.add(node)
-        if is_call(node, *PRODUCTS) or is_quantized_product(node):
-            yield node
-        else:
-            ahead += node.all_input_nodes
+def _before_products(node: fx.Node) -> Sequence[fx.Node]:
+    """What a value that is no product is made of."""
+    ends = is_product(node) or is_call(node, aten.sym_size.int)
+    return () if ends else node.all_input_nodes
 
 
 def _source(matrix: fx.Node, dim: int) -> tuple[fx.Node, int]:

@@ -31,6 +31,7 @@ from fxrl.ir.graph import (
     is_view,
     nbytes,
     needs_grad,
+    reached,
     tensor_val,
 )
 from fxrl.ir.region import Cut, Region, mark_grads, once_for_body
@@ -172,17 +173,12 @@ def _is_parameter(node: fx.Node) -> bool:
 def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     """The values that ``value`` can be computed again from: kept ones, products and inputs; perhaps
     only itself."""
-    found: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    stack = [value]
-    while stack:
-        node = base_of(stack.pop())
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in kept or node not in inside or is_product(node):
-            if not _is_parameter(node):
-                found.add(node)
-        else:
-            stack.extend(arg for arg in node.all_input_nodes if is_tensor(arg))
-    return found
+
+    def is_source(node: fx.Node) -> bool:
+        return node in kept or node not in inside or is_product(node)
+
+    def made_of(node: fx.Node) -> Iterable[fx.Node]:
+        return () if is_source(node) else map(base_of, filter(is_tensor, node.all_input_nodes))
+
+    made = reached([base_of(value)], made_of)
+    return {node for node in made if is_source(node) and not _is_parameter(node)}

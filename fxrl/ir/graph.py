@@ -7,7 +7,8 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -96,11 +97,14 @@ def skip_whole_slices(node: Any) -> Any:
     return node
 
 
-def readers_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that compute with a value or with views of it; views themselves are left out."""
+Looks = Callable[[fx.Node], bool]
+
+
+def readers_of(node: fx.Node, looks: Looks = is_view) -> Iterator[fx.Node]:
+    """The nodes that compute with a value or with views of it; what only ``looks`` is left out."""
     for user in node.users:
-        if is_view(user):
-            yield from readers_of(user)
+        if looks(user):
+            yield from readers_of(user, looks)
         else:
             yield user
 
@@ -117,9 +121,9 @@ def share_views(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def base_of(node: fx.Node) -> fx.Node:
+def base_of(node: fx.Node, looks: Looks = is_view) -> fx.Node:
     """The value whose memory ``node`` looks at; itself where it has its own."""
-    while is_view(node) and isinstance(node.args[0], fx.Node):
+    while looks(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
@@ -530,14 +534,28 @@ class Lender:
 def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
     """All nodes that ``nodes`` depend on, themselves included; with ``among``, only dependences
     through these nodes."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(arg for arg in node.all_input_nodes if among is None or arg in among)
-    return seen
+
+    def inputs(node: fx.Node) -> Iterable[fx.Node]:
+        read = node.all_input_nodes
+        return read if among is None else [arg for arg in read if arg in among]
+
+    return set(reached(nodes, inputs))
+
+
+def reached(
+    nodes: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """These nodes and all that ``onward`` leads to from a node that was reached, each once, the
+    nearest first."""
+    seen = dict.fromkeys(nodes)
+    waiting = deque(seen)
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for other in onward(node):
+            if other not in seen:
+                seen[other] = None
+                waiting.append(other)
 
 
 def replace_by(node: fx.Node, value: fx.Node | int) -> None:

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad
+from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad, reached
 from fxrl.ir.printer import Symbols, print_graph
 from fxrl.ir.remark import Refusal
 
@@ -140,14 +140,12 @@ def mark_grads(graph: fx.Graph, trained: Sequence[bool]) -> None:
 def differentiated(forward: fx.GraphModule) -> list[bool]:
     """For each input of a region, whether any path from an output leads back to it without a
     ``detach`` (which marks what is read under ``no_grad``)."""
-    placeholders = forward.graph.find_nodes(op="placeholder")
-    reached, ahead = set(), [*forward.graph.find_nodes(op="output")]
-    while ahead:
-        node = ahead.pop()
-        if node not in reached:
-            reached.add(node)
-            ahead += [] if is_call(node, torch.ops.aten.detach.default) else node.all_input_nodes
-    return [node in reached for node in placeholders]
+
+    def attached(node: fx.Node) -> Sequence[fx.Node]:
+        return () if is_call(node, torch.ops.aten.detach.default) else node.all_input_nodes
+
+    found = {*reached([forward.graph.output_node()], attached)}
+    return [node in found for node in forward.graph.find_nodes(op="placeholder")]
 
 
 def _signature(spec: InputSpec, symbols: Symbols, device: str) -> str:

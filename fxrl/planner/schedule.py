@@ -14,7 +14,7 @@ against measured steps (tests/planner/test_against_measurements.py).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -29,11 +29,13 @@ from fxrl.ir.graph import (
     SHARDED_MM,
     SHARDED_ROWS,
     as_node,
+    base_of,
     bound,
     is_call,
     is_loss_head,
     is_piecewise_product,
     is_view,
+    readers_of,
     shape_of,
     tensor_val,
 )
@@ -149,18 +151,12 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 def owner(node: fx.Node) -> fx.Node:
     """The node that owns the memory of a value."""
-    while _looks(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return base_of(node, _looks)
 
 
 def result(node: fx.Node) -> fx.Node:
     """Like ``owner``, but of a call with several results the element, not the call."""
-    while (
-        not is_call(node, operator.getitem) and _looks(node) and isinstance(node.args[0], fx.Node)
-    ):
-        node = node.args[0]
-    return node
+    return base_of(node, lambda node: _looks(node) and not is_call(node, operator.getitem))
 
 
 def _looks(node: fx.Node) -> bool:
@@ -209,7 +205,7 @@ class _Schedule:
         buffers = set(self._called)
         given = set(map(owner, self._output.all_input_nodes))
         for node in self._nodes:
-            readers = list(_readers(node))
+            readers = list(readers_of(node, _looks))
             if node not in buffers and (
                 node in given or _is_reduction(node) or any(r in self._called for r in readers)
             ):
@@ -298,12 +294,3 @@ class _Schedule:
             node in reads and reader in self._buffers and reader not in inside
             for reader, reads in self._reads.items()
         )
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that compute with a value or with views of it."""
-    for user in node.users:
-        if _looks(user) and user.op == "call_function":
-            yield from _readers(user)
-        else:
-            yield user
