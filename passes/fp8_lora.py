@@ -37,6 +37,7 @@ from fxrl.ir.build import Builder
 from fxrl.ir.derived import add_derived
 from fxrl.ir.graph import (
     COPIES,
+    MATRIX_PRODUCTS,
     SHARDED_MM,
     TRANSPOSES,
     Lender,
@@ -275,7 +276,7 @@ def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
             held = is_call(node, ops.dequantized_mm.default) and node.args[2:] == ("fp8", False)
             if held or str(node.target) == SHARDED_MM:
                 yield FrozenProduct(anchor, 0, path, node, _name(node, path))
-            if not is_call(node, aten.mm.default, aten.addmm.default):
+            if not is_call(node, *MATRIX_PRODUCTS):
                 continue
             found = _weight(factors(node)[1], path)
             if found is not None and not (needs_grad(found[0]) and _is_factor(found[0])):

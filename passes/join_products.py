@@ -24,6 +24,7 @@ from fxrl.analysis.rows.heads import factors, is_amplifier
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
+    MATRIX_PRODUCTS,
     RESHAPES,
     bound,
     draws_random,
@@ -42,7 +43,6 @@ aten = torch.ops.aten
 
 #: Ops that keep their elements' order: of tensors one after the other they give the same.
 _SHAPES = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _END = torch.iinfo(torch.int64).max
 Level = tuple[fx.Node, ...]
 
@@ -102,7 +102,7 @@ def _levels(parts: Level) -> tuple[Level, ...]:
             return ()
         if not all(_alike(parts[0], node) for node in parts):
             return ()
-        if is_call(parts[0], *_PRODUCTS):
+        if is_call(parts[0], *MATRIX_PRODUCTS):
             return levels if is_amplifier(parts[0]) else ()
         parts = tuple(node.args[0] for node in parts)  # type: ignore[misc]
     return ()
@@ -131,7 +131,7 @@ def _alike(first: fx.Node, other: fx.Node) -> bool:
         return False
     if first.target in _SHAPES:
         return True
-    if first.target in _PRODUCTS:
+    if first.target in MATRIX_PRODUCTS:
         return is_same(factors(first)[1:], factors(other)[1:], guards=True)
     others = first.kwargs == other.kwargs
     others = others and is_same(first.args[1:], other.args[1:], guards=True)

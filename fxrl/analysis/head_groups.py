@@ -24,6 +24,7 @@ from fxrl.analysis.layers import is_product
 from fxrl.analysis.rows.rules import op_name
 from fxrl.analysis.shares import Share, SharedGraph, Step, step_of
 from fxrl.ir.graph import (
+    MATRIX_PRODUCTS,
     TRANSPOSES,
     Size,
     as_node,
@@ -36,7 +37,6 @@ from fxrl.ir.graph import (
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _weights(attention: fx.Node, groups: int) -> dict[fx.Node, Share]:
                 raise Refusal("one product makes queries, keys and values together", at=product)
             if is_quantized_product(product):
                 raise Refusal("a quantised weight is not taken apart by heads", at=product)
-            if is_call(product, *_PRODUCTS):
+            if is_call(product, *MATRIX_PRODUCTS):
                 weight, dim = _source(as_node(bound(product)["mat2"]), 1)
                 width = shape_of(weight)[dim]
                 if not isinstance(width, int) or width % groups:
@@ -177,7 +177,7 @@ class _Walk:
             raise Refusal("the layer returns a value of heads")
         if node is self._attention:
             return self._attend(node)
-        if is_call(node, *_PRODUCTS) and (summed := self._summed(node)) is not None:
+        if is_call(node, *MATRIX_PRODUCTS) and (summed := self._summed(node)) is not None:
             self.sums.append(node)
             self._behind.add(node)
             return summed

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxrl.analysis.attention import SDPA
-from fxrl.analysis.layers import is_product
+from fxrl.analysis.layers import is_product, is_weight
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
     EXCHANGES,
@@ -32,7 +32,6 @@ from fxrl.ir.graph import (
     nbytes,
     needs_grad,
     reached,
-    tensor_val,
 )
 from fxrl.ir.region import Cut, Region, mark_grads, once_for_body
 
@@ -127,7 +126,7 @@ def _kept(body: fx.GraphModule, trained: tuple[bool, ...], cut: Cut) -> Kept:
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     eager = _kept_op_by_op(nodes)
     inputs = set(graph.find_nodes(op="placeholder"))
-    read = {x for x in inputs if x.users and is_tensor(x) and not _is_parameter(x)}
+    read = {x for x in inputs if x.users and is_tensor(x) and not is_weight(x)}
     if cut in ("inputs", "attention"):
         attention = {value for value in eager if cut == "attention" and _is_attention(value)}
         kept = read | attention
@@ -141,7 +140,7 @@ def _kept_op_by_op(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
     kept: dict[fx.Node, bool] = {}
     for node in nodes:
         for value in map(base_of, read_later(node)):
-            if not _is_parameter(value):
+            if not is_weight(value):
                 kept[value] = kept.get(value, False) or is_product(node)
     return kept
 
@@ -165,11 +164,6 @@ def _bytes(values: Iterable[fx.Node]) -> int:
     return sum(nbytes(value) for value in values)
 
 
-def _is_parameter(node: fx.Node) -> bool:
-    val = tensor_val(node)
-    return node.op in ("placeholder", "get_attr") and val is not None and val.dim() <= 2
-
-
 def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     """The values that ``value`` can be computed again from: kept ones, products and inputs; perhaps
     only itself."""
@@ -181,4 +175,4 @@ def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx
         return () if is_source(node) else map(base_of, filter(is_tensor, node.all_input_nodes))
 
     made = reached([base_of(value)], made_of)
-    return {node for node in made if is_source(node) and not _is_parameter(node)}
+    return {node for node in made if is_source(node) and not is_weight(node)}

@@ -47,7 +47,7 @@ from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, text_on_any_gpu
-from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
+from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report, first_line
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
@@ -135,7 +135,7 @@ class Backend:
             self.captures.remove(capture)
             raise
         except Exception as error:
-            why = f"the rewritten graph could not be compiled: {_line(error)}"
+            why = f"the rewritten graph could not be compiled: {first_line(error)}"
             self._fall_back(capture, Refusal(why))
             return _as_written(gm)
         capture.running = True
@@ -150,7 +150,7 @@ class Backend:
         try:
             lowered = self._lowered(capture.dynamo)
         except Exception as error:
-            refusal = error if isinstance(error, Refusal) else Refusal(_line(error))
+            refusal = error if isinstance(error, Refusal) else Refusal(first_line(error))
             refusal.reason = f"the graph could not be lowered: {refusal.reason}"
             self._fall_back(capture, refusal, source_of_trace(str(error)))  # fx tells the node's
             return None
@@ -219,8 +219,8 @@ class Backend:
             except FxrlError:
                 raise
             except Exception as error:
-                why = f"no plan was made, every layer does what it does by itself: {_line(error)}"
-                capture.note(RemarkKind.MISSED, "plan", why)
+                why = "no plan was made, every layer does what it does by itself"
+                capture.note(RemarkKind.MISSED, "plan", f"{why}: {first_line(error)}")
                 capture.planner = None
                 return plan
 
@@ -304,7 +304,7 @@ class Backend:
         try:
             step(built)
         except Exception as error:
-            why = f"a body of it runs op by op, as it could not be compiled: {_line(error)}"
+            why = f"a body of it runs op by op, as it could not be compiled: {first_line(error)}"
             site = built.region.layer or "graph"
             missed = capture.note(RemarkKind.MISSED, "kernels", why, site=site)
             judge_misses(missed, self.config.on_miss)
@@ -354,7 +354,7 @@ class _Guarded:
                 raise
             if self._follows:
                 raise CannotBeginAnewError from error
-            why = _line(error)
+            why = first_line(error)
             self._run = _as_written(self._gm)
             result = self._run(*args)  # an error of the user's own code is raised here, as it is
             self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
@@ -409,10 +409,6 @@ def _overflows(capture: Capture, plan: Plan) -> bool:
     if capture.planner is None or any(outlined_layers(capture.found)):
         return False
     return bool((plan.peak_gpu_bytes or 0) > capture.planner.budget.gpu_bytes)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
 
 
 def _taken_back(remark: Remark, why: str) -> Remark:

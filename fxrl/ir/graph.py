@@ -29,9 +29,10 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
 #: Calls that give the same values under the same shape, maybe in another dtype.
 COPIES = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
+#: Products of rows with a matrix.
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 #: Calls that contract a feature dim; what separates one layer from the next.
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-
+PRODUCTS = (*MATRIX_PRODUCTS, aten.bmm.default, aten.baddbmm.default)
 
 #: Products with weights that are quantised, or of which ranks have parts (``fxrl.ops``), and the
 #: quantiser of rows, by name: they are defined above this.

@@ -16,6 +16,7 @@ from fxrl.ir.graph import (
     AUTOGRAD_FUNCTION,
     COPIES,
     FP8_LINEAR,
+    MATRIX_PRODUCTS,
     PRODUCTS,
     WRAPPERS,
     HigherOrderOperator,
@@ -90,7 +91,7 @@ def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in products
-        if is_call(node, aten.mm.default, aten.addmm.default) and not is_amplifier(node)
+        if is_call(node, *MATRIX_PRODUCTS) and not is_amplifier(node)
         if hint(shape_of(node)[-1]) > 1 and after[node].bit_count() == 1 and feeds_class_op(node)
     ]
 
@@ -128,7 +129,7 @@ def is_amplifier(node: fx.Node) -> bool:
     """Whether a product widens its rows: more columns out than features in, one batch."""
     if is_quantized_product(node):
         return hint(shape_of(node)[-1]) > hint(shape_of(factors(node)[0])[-1])
-    if not is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default):
+    if not is_call(node, *MATRIX_PRODUCTS, aten.bmm.default):
         return False
     rows, weight, _ = factors(node)
     if node.target is aten.bmm.default and hint(shape_of(weight)[0]) != 1:
@@ -155,9 +156,8 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _keeps_width(node: fx.Node, width: int) -> bool:
-    if not is_call(node, aten.mm.default, aten.addmm.default):
-        return False
-    return not is_amplifier(node) and hint(shape_of(node)[-1]) >= width
+    rows_by_matrix = is_call(node, *MATRIX_PRODUCTS)
+    return rows_by_matrix and not is_amplifier(node) and hint(shape_of(node)[-1]) >= width
 
 
 def _downstream(graph: fx.Graph, products: list[fx.Node]) -> dict[fx.Node, int]:
