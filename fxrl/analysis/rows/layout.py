@@ -24,6 +24,7 @@ from fxrl.analysis.rows.expr import (
 )
 from fxrl.analysis.rows.rules import (
     RowRules,
+    Rows,
     dims_of,
     is_one,
     op_name,
@@ -186,7 +187,7 @@ def _order(node: fx.Node, rank: int) -> list[int]:
     return order
 
 
-def reorder(rules: RowRules, node: fx.Node) -> RowValue:
+def reorder(rules: RowRules, node: fx.Node) -> Rows:
     """``flip`` and ``roll`` of local dims."""
     value = sole_row(rules, node)
     dims = dims_of(bound(node)["dims"], len(value.tags))
@@ -352,7 +353,7 @@ def _with_unit(rules: RowRules, row: RowValue, dim: int) -> RowValue:
     return reshaped(rules, row, tags, (*row.sizes[:dim], 1, *row.sizes[dim:]))
 
 
-def pad(rules: RowRules, node: fx.Node) -> RowValue:
+def pad(rules: RowRules, node: fx.Node) -> Rows:
     """Padding of local dims, or of tokens with zeros; ``pads`` is (before, after) from the last."""
     value, sizes = sole_row(rules, node), shape_of(node)
     pads = bound(node)["pad"]
@@ -399,7 +400,7 @@ def _matching(
     return operand(rules, other, tags, sizes, each=True, any_width=any_width)
 
 
-def gather(rules: RowRules, node: fx.Node) -> RowValue:
+def gather(rules: RowRules, node: fx.Node) -> Rows:
     value, given = sole_row(rules, node), bound(node)
     dim = _own_dim(value, given["dim"], "gather")
     index = _matching(rules, value, given["index"], dim, "gather's index", any_width=True)
@@ -407,7 +408,7 @@ def gather(rules: RowRules, node: fx.Node) -> RowValue:
     return rules.call(node, tags, self=value.expr, dim=value.local_dim(dim), index=index)
 
 
-def scatter(rules: RowRules, node: fx.Node) -> RowValue:
+def scatter(rules: RowRules, node: fx.Node) -> Rows:
     value, given = sole_row(rules, node), bound(node)
     dim = _own_dim(value, given["dim"], "scatter")
     rows = {  # of as many entries as there are tokens, where those are listed that came before
@@ -442,7 +443,7 @@ def _ids(rules: RowRules, index: fx.Node) -> RowExpr:
     return shared_leaf(rules, index)
 
 
-def write_columns(rules: RowRules, node: fx.Node) -> RowValue:
+def write_columns(rules: RowRules, node: fx.Node) -> Rows:
     """``index_fill``, ``index_add`` and ``index_copy`` of a local dim; ``index_fill`` of tokens."""
     value, given = sole_row(rules, node), bound(node)
     if value.is_token(given["dim"] % len(value.tags)) and "source" not in given:
@@ -685,7 +686,7 @@ def _membership(rules: RowRules, value: RowValue, dim: int, where: fx.Node) -> R
     return rules.pool.call(aten.reshape.default, mask, (width, *(1,) * after))
 
 
-def write_part(rules: RowRules, node: fx.Node) -> RowValue:
+def write_part(rules: RowRules, node: fx.Node) -> Rows:
     """``slice_scatter`` and ``select_scatter``, as functionalised writes into a view are."""
     given = bound(node)
     source, row = given["src"], rules.row(given["src"])

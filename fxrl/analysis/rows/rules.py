@@ -142,10 +142,15 @@ class RowRules:
             return True
         return equal_sizes(left, right) if self._guards else str(left) == str(right)
 
-    def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> RowValue:
-        """``node`` as the same op on rows, with some arguments (by name) others."""
+    def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> Rows:
+        """``node`` as the same op on rows, with some arguments (by name) others; a row value for
+        each tensor where it returns several."""
         args, kwargs = with_arguments(node, **changed)
-        return RowValue(self.pool.call(node.target, *args, **kwargs), tags, shape_of(node))
+        expr, val = self.pool.call(node.target, *args, **kwargs), node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return RowValue(expr, tags, tuple(val.shape))
+        items = (self.pool.call(operator.getitem, expr, index) for index in range(len(val)))
+        return tuple(RowValue(i, tags, tuple(x.shape)) for i, x in zip(items, val, strict=True))
 
 
 def op_name(node: fx.Node) -> str:
