@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -60,42 +60,27 @@ Run = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Backend:
-    """A ``torch.compile`` backend bound to one configuration.
+    """A ``torch.compile`` backend bound to one configuration."""
 
-    Attributes:
-        captures: what was captured so far, in order.
-        only_explain: stop after the passes and run the graph as Dynamo delivered it (fake tensors).
-        always_planned: predict, also where nothing bounds the memory.
-        accumulated: predict a micro-batch that is not the first of its update.
-        target: what to plan for; None for the GPU that the model is on.
-        limits: what to plan from; None for those of ``target``, and of the moment.
-        always_rewritten: run the lowered graph even where no pass rewrote anything, so that
-            ``verify`` tells what lowering does from what the passes do.
-    """
+    config: Config
+    plan: Plan
+    _: KW_ONLY
+    # Stop after the passes and run the graph as Dynamo delivered it (fake tensors).
+    only_explain: bool = False
+    # Run the lowered graph even where no pass rewrote anything, so that ``verify`` tells what
+    # lowering does from what the passes do.
+    always_rewritten: bool = False
+    always_planned: bool = False  # predict, also where nothing bounds the memory
+    accumulated: bool = False  # predict a micro-batch that is not the first of its update
+    target: Target | None = None  # what to plan for; None for the GPU that the model is on
+    limits: Limits | None = None  # to plan from; None for those of ``target``, and of the moment
+    captures: list[Capture] = field(default_factory=list, init=False)  # so far, in order
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        *,
-        only_explain: bool = False,
-        always_rewritten: bool = False,
-        always_planned: bool = False,
-        accumulated: bool = False,
-        target: Target | None = None,
-    ) -> None:
-        self.config = config
-        self.plan = plan
-        self.only_explain = only_explain
-        self.always_rewritten = always_rewritten
-        self.always_planned = always_planned
-        self.accumulated = accumulated
-        self.target = target
-        self.limits: Limits | None = None
-        self.captures: list[Capture] = []
+    def __post_init__(self) -> None:
         self._derived = DerivedInputs()
-        self._pipeline = pipeline(config)  # an unknown pass is an error now, not at the first batch
+        self._pipeline = pipeline(self.config)  # an unknown pass is an error now
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         gm, lifted = share_bodies(gm)
