@@ -631,16 +631,26 @@ def topological_sort(graph: fx.Graph) -> None:
 
     What draws random numbers keeps its order in any case, so that it draws the same.
     """
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    pending = {node: len(set(node.all_input_nodes)) for node in graph.nodes}
-    draws = dict(itertools.pairwise(node for node in graph.nodes if draws_random(node)))
-    for node in draws.values():
-        pending[node] += 1
+    nodes = list(graph.nodes)
+    left = set(nodes)
+    before = {b: a for a, b in itertools.pairwise(filter(draws_random, nodes))}
+    rest = list(range(len(nodes)))  # a heap: of what waits for nothing, the first goes first
+    waiting: dict[fx.Node, list[int]] = {}
     last: fx.Node | None = None
-    for node in _kahn(order, pending, draws):
+    while rest:
+        node = nodes[index := heapq.heappop(rest)]
+        needed = (*node.all_input_nodes, before.get(node))
+        missing = next((one for one in needed if one in left), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(index)
+            continue
         if last is not None and last.next is not node:
             last.append(node)
         last = node
+        left.remove(node)
+        for index in waiting.pop(node, ()):
+            heapq.heappush(rest, index)
+    assert not left, "the graph has a cycle"
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -657,21 +667,3 @@ def draws_random(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return True
     return bool(bound(node)["dropout_p"] != 0.0)
-
-
-def _kahn(
-    order: dict[fx.Node, int], pending: dict[fx.Node, int], draws: dict[fx.Node, fx.Node]
-) -> list[fx.Node]:
-    by_index = {index: node for node, index in order.items()}
-    ready = [order[node] for node, count in pending.items() if count == 0]
-    heapq.heapify(ready)
-    result: list[fx.Node] = []
-    while ready:
-        node = by_index[heapq.heappop(ready)]
-        result.append(node)
-        for user in (*node.users, *([draws[node]] if node in draws else ())):
-            pending[user] -= 1
-            if pending[user] == 0:
-                heapq.heappush(ready, order[user])
-    assert len(result) == len(order), "the graph has a cycle"
-    return result
