@@ -52,6 +52,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.ops import turned_backward
 from fxrl.ops.dequantized import widened_rows
 from fxrl.ops.fp8 import BLOCK
 from fxrl.ops.linear_logprob.matmul import backproject, full_precision, product_dtype, slices
@@ -401,18 +402,7 @@ def _(rows: Tensor, weight: Sequence[Tensor], *options: Any) -> Tensor:
     return rows.new_empty((rows.shape[0], columns))
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, weight, *ctx.layout, ctx.transpose = inputs
-    ctx.save_for_backward(*weight)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    weight, product = list(ctx.saved_tensors), torch.ops.fxrl.sharded_mm.default
-    made = product(grad, weight, *ctx.layout, not ctx.transpose)
-    return made, [None for _ in weight], None, None, None, None
-
-
-sharded_mm.register_autograd(_backward, setup_context=_setup_context)
+turned_backward(sharded_mm)
 
 
 @torch.library.custom_op(
