@@ -42,7 +42,7 @@ from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
-from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, has_hint, hint, tensor_val
+from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, gpu_of, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
@@ -142,7 +142,7 @@ class Backend:
         name_sites(lowered, str(capture.index))
         if capture.graph_breaks or not is_first_graph():
             lowered.meta[IS_PART] = True
-        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
+        if gpu_of(inputs) is not None:
             _attach_kernels(capture)  # before passes measure them
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
         with without_autocast():  # the graph already holds its casts
@@ -182,8 +182,7 @@ class Backend:
     ) -> Callable[[fx.GraphModule, Plan], Plan] | None:
         """A function that makes the plan; None if memory is unbounded and no prediction is
         wanted."""
-        assert capture.lowered is not None
-        device = _gpu_of(capture.lowered)
+        device = gpu_of(inputs)
         if device is None and self.config.gpu_memory is None and not self.always_planned:
             return None
         limits = self.limits_on(device)
@@ -374,13 +373,6 @@ def _hands_on_sizes(capture: Capture) -> bool:
         return False
     returned = map(tensor_val, capture.lowered.graph.output_node().all_input_nodes)
     return any(not has_hint(*value.shape) for value in returned if value is not None)
-
-
-def _gpu_of(gm: fx.GraphModule) -> torch.device | None:
-    """The GPU that a graph's tensors are on."""
-    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
-    devices = (value.device for value in values if isinstance(value, torch.Tensor))
-    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def _as_written(gm: fx.GraphModule) -> Run:

@@ -262,6 +262,12 @@ def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=where)
 
 
+def gpu_of(values: Iterable[Any]) -> torch.device | None:
+    """The GPU that some of these are tensors on, if any is."""
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type == "cuda"), None)
+
+
 def numel_hint(node: fx.Node) -> int:
     """Number of elements, at the sizes seen while tracing."""
     return math.prod(map(hint, shape_of(node)))
