@@ -35,6 +35,7 @@ from fxrl.ir.graph import (
     is_loss_head,
     is_piecewise_product,
     is_view,
+    reached,
     readers_of,
     shape_of,
     tensor_val,
@@ -186,7 +187,7 @@ def _is_reduction(node: fx.Node) -> bool:
 
 class _Schedule:
     def __init__(self, gm: fx.GraphModule) -> None:
-        (self._output,) = gm.graph.find_nodes(op="output")
+        self._given = set(map(owner, gm.graph.output_node().all_input_nodes))
         self._nodes = [
             node
             for node in gm.graph.nodes
@@ -203,12 +204,10 @@ class _Schedule:
     # -- which values are buffers
     def _find_buffers(self) -> set[fx.Node]:
         buffers = set(self._called)
-        given = set(map(owner, self._output.all_input_nodes))
         for node in self._nodes:
             readers = list(readers_of(node, _looks))
-            if node not in buffers and (
-                node in given or _is_reduction(node) or any(r in self._called for r in readers)
-            ):
+            stays = node in self._given or _is_reduction(node)
+            if stays or not self._called.isdisjoint(readers):
                 buffers.add(node)
             found: set[fx.Node] = set()
             for arg in filter(_holds_tensors, map(owner, node.all_input_nodes)):
@@ -244,17 +243,13 @@ class _Schedule:
         self, node: fx.Node, group: Sequence[fx.Node], groups: Sequence[Sequence[fx.Node]]
     ) -> bool:
         """Whether a value needs the group through something else, so that it cannot join."""
-        group_of = {n: tuple(g) for g in groups for n in g}
-        seen: set[fx.Node] = set()
-        ahead = [read for read in self._reads[node] if read not in group]
-        while ahead:
-            for member in group_of.get(one := ahead.pop(), ()):
-                if one in group:
-                    return True
-                if member not in seen:
-                    seen.add(member)
-                    ahead += self._reads[member]
-        return False
+        group_of = {n: g for g in groups for n in g}
+
+        def needs(value: fx.Node) -> list[fx.Node]:
+            return [read for made in group_of.get(value, ()) for read in self._reads[made]]
+
+        ahead = reached(self._reads[node].difference(group), needs)
+        return not {*group}.isdisjoint(ahead)
 
     def _iterates(self, node: fx.Node) -> Volume:
         """Elements that a kernel goes over for a value: all that a reduction reads."""
@@ -288,9 +283,7 @@ class _Schedule:
 
     def _leaves(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether anybody outside of its kernel reads a value."""
-        if node in map(owner, self._output.all_input_nodes):
-            return True
-        return any(
+        return node in self._given or any(
             node in reads and reader in self._buffers and reader not in inside
             for reader, reads in self._reads.items()
         )
