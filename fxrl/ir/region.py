@@ -36,14 +36,14 @@ T = TypeVar("T")
 
 def once_for_body(make: Callable[..., T]) -> Callable[..., T]:
     """What ``make`` makes of a body, or why it refuses, is kept for as long as the body lives, by
-    its other arguments: the layers of a model share one."""
+    its other arguments, the named ones apart: the layers of a model share one."""
     known: WeakKeyDictionary[fx.GraphModule, dict[Any, T | Refusal]] = WeakKeyDictionary()
 
-    def kept(body: fx.GraphModule, *args: Any) -> T:
+    def kept(body: fx.GraphModule, *args: Any, **like: Any) -> T:
         of_body = known.setdefault(body, {})
         if args not in of_body:
             try:
-                of_body[args] = make(body, *args)
+                of_body[args] = make(body, *args, **like)
             except Refusal as refusal:
                 of_body[args] = refusal.with_traceback(None)  # which would hold the body
         if isinstance(made := of_body[args], Refusal):
