@@ -379,11 +379,7 @@ def piecewise_logprob_online(*positional: Any) -> tuple[Tensor, ...]:
 
 
 def _empty_online(positional: Sequence[Any]) -> tuple[Tensor, ...]:
-    head, _ = _unpacked(positional)
-    outputs, grad_outputs, save_vectors = positional[-3:]
-    arguments = ForwardArguments(
-        head, parse_outputs(outputs), parse_outputs(grad_outputs), save_vectors
-    )
+    arguments = ForwardArguments.unpack((*positional[:_FIELDS], *positional[-3:]))
     return arguments.new_result(torch.empty).pack()
 
 
