@@ -27,6 +27,7 @@ from fxrl.inspect.evaluate import LossFn
 from fxrl.inspect.explain import explained
 from fxrl.inspect.verify import Reference, verify_step
 from fxrl.ir.capture_record import Capture, plan_of
+from fxrl.ir.graph import gpu_of
 from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
@@ -181,8 +182,7 @@ class TrainStep:
         planners = [capture.planner for capture in self.captures if capture.planner is not None]
         if planners:
             return Limits.common([Limits(one.target, one.budget) for one in planners])
-        weights = self._model.parameters()
-        return self._backend.limits_on(next((w.device for w in weights if w.is_cuda), None))
+        return self._backend.limits_on(gpu_of(self._model.parameters()))
 
     def plan_within(self, each: Sequence[Limits]) -> None:
         """Plans from what all of these allow. Ranks that give each other their ``limits`` make the
@@ -271,6 +271,6 @@ def optimize(
             "fxrl.Plan.from_json(text)"
         )
     config = config or Config()
-    if config.compile_regions and any(weight.is_cuda for weight in model.parameters()):
+    if config.compile_regions and gpu_of(model.parameters()) is not None:
         start_inductor_workers()
     return TrainStep(model, loss_fn, config, plan)

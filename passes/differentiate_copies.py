@@ -23,7 +23,6 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import bound, graphs_of, hint, shape_of, spelled_alike, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
-from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
@@ -66,10 +65,7 @@ def _written(builder: Builder, copy: fx.Node) -> fx.Node:
         value = builder.call(aten._to_copy.default, value, **kind)
     if not spelled_alike(have.shape, wanted.shape):
         table = SizeTable(copy.graph)
-        sizes = [table.arg(size) for size in wanted.shape]
-        if None in sizes:
-            raise Refusal("the sizes of what is overwritten cannot be written in the graph")
-        value = builder.call(aten.expand.default, value, sizes)
+        value = builder.call(aten.expand.default, value, [*map(table.arg, wanted.shape)])
     return _laid_out(builder, value, wanted)
 
 

@@ -108,13 +108,10 @@ class FactorMasks(Pass[MaskSite]):
 
     def rewrite(self, gm: fx.GraphModule, site: MaskSite, choice: Choice) -> Applied:
         mask, text = site.anchor, site.mask.text
-        queries, keys = shape_of(mask)[-2:]
         with Builder(mask.graph).before(mask) as build:
             sizes = SizeTable(mask.graph)
             vectors = [_laid_out(build, *vector) for vector in site.mask.vectors]
-            counts = [sizes.arg(size) for size in (queries, keys)]
-            if None in counts:
-                raise Refusal(f"its size {queries} x {keys} is told by no input", at=mask)
+            counts = [sizes.arg(size, mask) for size in shape_of(mask)[-2:]]
             device = val_of(mask).device
             blocks = _parts(
                 build, torch.ops.fxrl.mask_blocks.default, vectors, text, *counts, device

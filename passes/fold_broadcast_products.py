@@ -23,7 +23,6 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import RESHAPES, graphs_of, is_call, is_tensor, shape_of, spelled_alike
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
-from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
@@ -84,10 +83,9 @@ def _expanded(node: fx.Node) -> fx.Node | None:
 
 def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
     rows: Any = node.args[0]
-    target = [sizes.arg(size) for size in shape_of(node)]
-    if None in target[1:]:
-        raise Refusal("the sizes of the result cannot be written in the graph")
-    target[0] = -1 if target[0] is None else target[0]
+    first, *rest = shape_of(node)
+    batch = sizes.find(first)
+    target = [-1 if batch is None else batch, *map(sizes.arg, rest)]
     if len(shape_of(weight)) == 3:
         weight = builder.call(aten.squeeze.dim, weight, 0)
     flat = builder.call(aten.reshape.default, rows, [-1, sizes.arg(shape_of(rows)[2])])

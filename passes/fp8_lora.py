@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, Self
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, fx
@@ -37,8 +37,10 @@ from fxrl.ir.build import Builder
 from fxrl.ir.derived import add_derived
 from fxrl.ir.graph import (
     COPIES,
+    MATRIX_PRODUCTS,
     SHARDED_MM,
     TRANSPOSES,
+    Lender,
     add_input,
     body_of,
     clone,
@@ -52,7 +54,7 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
-from fxrl.ir.region import InputSpec, Region, region_at, set_region
+from fxrl.ir.region import InputSpec, Region, once_for_body, region_at, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import names_module, site_name
 from fxrl.ops.fp8 import (
@@ -84,8 +86,6 @@ _FACTOR = 8
 _LAYER = re.compile(r"^.*?\.\d+(?=[./])")
 #: Calls that lead from the outermost graph to another: checkpointed bodies', then a region's.
 Path = tuple[fx.Node, ...]
-#: Bodies in which a product was swapped, by what was asked: layers that are alike share one.
-_SWAPPED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,26 +217,23 @@ class Fp8Lora(Pass[FrozenProduct]):
     def _error(self, site: FrozenProduct) -> float | None:
         if site.weight is None or self.error_of is None:
             return None
-        inputs = site.weight.graph.find_nodes(op="placeholder")
-        return self.error_of(inputs.index(site.weight), site.turned)
+        return self.error_of(_place(site.weight), site.turned)
 
     def _input(self, node: fx.Node) -> Tensor | None:
-        if self.input_at is None:
-            return None
-        return self.input_at(node.graph.find_nodes(op="placeholder").index(node))
+        return None if self.input_at is None else self.input_at(_place(node))
 
     # -- and how
     def rewrite(self, gm: fx.GraphModule, site: FrozenProduct, choice: Choice) -> Applied:
         if (refusal := _illegal(site)) is not None:
             raise refusal
         features, out = _sizes(site)
-        if site.weight is None:
-            _Swap(self.gradient).at(site, ())
-            return Applied(f"weight [{out}, {features}] in FP8, as it is held")
-        weight = add_derived(gm, site.weight, QuantizeWeight(self.recipe, site.turned))
-        _Swap(self.gradient).at(site, weight)
-        error = "" if (off := self._error(site)) is None else f", off by {off:.3f}"
-        how = f"scales by {self.recipe}{error}"
+        weight: Sequence[fx.Node] = ()
+        how = "as it is held"
+        if site.weight is not None:
+            weight = add_derived(gm, site.weight, QuantizeWeight(self.recipe, site.turned))
+            error = "" if (off := self._error(site)) is None else f", off by {off:.3f}"
+            how = f"scales by {self.recipe}{error}"
+        _swap_at(gm, site, weight, self.gradient)
         return Applied(f"weight [{out}, {features}] in FP8, {how}")
 
     # -- and how eager would
@@ -274,7 +271,7 @@ def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
             held = is_call(node, ops.dequantized_mm.default) and node.args[2:] == ("fp8", False)
             if held or str(node.target) == SHARDED_MM:
                 yield FrozenProduct(anchor, 0, path, node, _name(node, path))
-            if not is_call(node, aten.mm.default, aten.addmm.default):
+            if not is_call(node, *MATRIX_PRODUCTS):
                 continue
             found = _weight(factors(node)[1], path)
             if found is not None and not (needs_grad(found[0]) and _is_factor(found[0])):
@@ -390,74 +387,77 @@ def _errors(
     return error
 
 
+def _place(node: fx.Node) -> int:
+    """An input's place among those of its graph."""
+    return node.graph.find_nodes(op="placeholder").index(node)
+
+
 def _outwards(node: Any, path: Path) -> tuple[fx.Node, Path]:
     """What a value that is handed from graph to graph is where it was made, and the way there."""
     while path and node.op == "placeholder":
-        place = node.graph.find_nodes(op="placeholder").index(node)
-        node, path = _inputs(path[-1])[place], path[:-1]
+        node, path = _inputs(path[-1])[_place(node)], path[:-1]
     return node, path
 
 
 # ---------------------------------------------------------------------------- what is done
-@dataclass(frozen=True, slots=True)
-class _Swap:
-    """Puts an FP8 product in the place of another; ``tidy`` afterwards."""
+def _swap_at(
+    gm: fx.GraphModule, site: FrozenProduct, weight: Sequence[fx.Node], gradient: str
+) -> None:
+    """The product of a site, with a weight of the outermost graph; ``tidy`` afterwards."""
+    region = next((call for call in site.path if region_at(call) is not None), None)
+    lender, graph = Lender(gm), (site.product if region is None else region).graph
+    weight = [lender.to(graph, part) for part in weight]
+    if region is None:
+        _swap(site.product, weight, gradient)
+    else:
+        _swap_inside(region, site.product.name, weight, gradient)
 
-    gradient: str
 
-    def at(self, site: FrozenProduct, weight: Sequence[fx.Node]) -> None:
-        """The product of a site, with a weight of the outermost graph."""
-        for call in site.path:
-            if region_at(call) is not None:
-                self._inside(call, site.product.name, weight)
-                return
-            weight = _handed(call, weight)
-        self._swap(site.product, weight)
+def _swap_inside(call: fx.Node, product: str, weight: Sequence[fx.Node], gradient: str) -> None:
+    """A product of a region's body, for one call; the others' bodies stay."""
+    region: Region = call.meta["region"]
+    shapes = tuple(str(shape_of(part)) for part in weight)
+    forward = _swapped(region.forward, product, gradient, shapes, weight=weight)
+    kept = forward.meta["kept"]
+    inputs = _inputs(call)
+    specs = [InputSpec(val_of(w), False, False, alive=True) for w in weight]
+    call.update_arg(0, [*(inputs[i] for i in kept), *weight])
+    specs = [*(region.inputs[i] for i in kept), *specs]
+    set_region(call, replace(region, forward=forward, inputs=tuple(specs)))
 
-    def _inside(self, call: fx.Node, product: str, weight: Sequence[fx.Node]) -> None:
-        """A product of a region's body, for one call; the others' bodies stay."""
-        region: Region = call.meta["region"]
-        known = _SWAPPED.setdefault(region.forward, {})
-        key = (self, product, *(str(shape_of(part)) for part in weight))
-        if key not in known:
-            known[key] = self._swapped(region.forward, product, weight)
-        forward = known[key]
-        kept = forward.meta["kept"]
-        inputs = _inputs(call)
-        specs = [InputSpec(val_of(w), False, False, alive=True) for w in weight]
-        call.update_arg(0, [*(inputs[i] for i in kept), *weight])
-        specs = [*(region.inputs[i] for i in kept), *specs]
-        set_region(call, replace(region, forward=forward, inputs=tuple(specs)))
 
-    def _swapped(
-        self, forward: fx.GraphModule, product: str, weight: Sequence[fx.Node]
-    ) -> fx.GraphModule:
-        """A copy of a body with a product swapped; ``meta["kept"]`` are the inputs that it has yet,
-        behind which it takes the weight's values and scales."""
-        gm = clone(forward)
-        old = gm.graph.find_nodes(op="placeholder")
-        read = [bool(node.users) for node in old]
-        self._swap(next(n for n in gm.graph.nodes if n.name == product), _more_inputs(gm, weight))
-        tidy(gm)
-        gm.meta["kept"] = [i for i, node in enumerate(old) if node.users or not read[i]]
-        for i in sorted(set(range(len(old))) - set(gm.meta["kept"])):
-            gm.graph.erase_node(old[i])
-        gm.recompile()
-        return gm
+@once_for_body
+def _swapped(
+    forward: fx.GraphModule, product: str, gradient: str, _: Any, *, weight: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """A copy of a body with a product swapped; ``meta["kept"]`` are the inputs that it has yet,
+    behind which it takes the weight's values and scales."""
+    gm = clone(forward)
+    old = gm.graph.find_nodes(op="placeholder")
+    read = [bool(node.users) for node in old]
+    more = [add_input(gm.graph, "fp8", val_of(part)) for part in weight]
+    _swap(next(n for n in gm.graph.nodes if n.name == product), more, gradient)
+    tidy(gm)
+    gm.meta["kept"] = [i for i, node in enumerate(old) if node.users or not read[i]]
+    for i in sorted(set(range(len(old))) - set(gm.meta["kept"])):
+        gm.graph.erase_node(old[i])
+    gm.recompile()
+    return gm
 
-    def _swap(self, product: fx.Node, weight: Sequence[fx.Node]) -> None:
-        rows, _, bias = factors(product)
-        held: Any = weight or product.args[1]
-        by_block = not scales_rows(val_of(held[1]), val_of(held[0]))
-        with Builder(product.graph).before(product) as build:
-            values, scale = _quantized(build, rows, BLOCK if by_block else 0)
-            gradient = "bf16" if by_block else self.gradient
-            made = build.call(ops.fp8_linear.default, rows, values, scale, *held, gradient)
-            made.meta = {**product.meta, "val": made.meta["val"]}
-            if bias is not None:
-                made = build.call(aten.add.Tensor, made, bias)
-        product.replace_all_uses_with(made)
-        product.graph.erase_node(product)
+
+def _swap(product: fx.Node, weight: Sequence[fx.Node], gradient: str) -> None:
+    rows, _, bias = factors(product)
+    held: Any = weight or product.args[1]
+    by_block = not scales_rows(val_of(held[1]), val_of(held[0]))
+    with Builder(product.graph).before(product) as build:
+        values, scale = _quantized(build, rows, BLOCK if by_block else 0)
+        by = "bf16" if by_block else gradient
+        made = build.call(ops.fp8_linear.default, rows, values, scale, *held, by)
+        made.meta = {**product.meta, "val": made.meta["val"]}
+        if bias is not None:
+            made = build.call(aten.add.Tensor, made, bias)
+    product.replace_all_uses_with(made)
+    product.graph.erase_node(product)
 
 
 def _quantized(build: Builder, rows: fx.Node, block: int) -> tuple[fx.Node, fx.Node]:
@@ -471,26 +471,3 @@ def _quantized(build: Builder, rows: fx.Node, block: int) -> tuple[fx.Node, fx.N
     parts = {user.args[1]: user for user in pair.users}
     values, scale = (parts.get(i) or build.call(operator.getitem, pair, i) for i in range(2))
     return values, scale
-
-
-def _called(call: fx.Node) -> fx.GraphModule:
-    owner: Any = call.graph.owning_module
-    body = body_of(owner, call)
-    assert body is not None
-    return body
-
-
-def _handed(call: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:
-    """Values of a graph in the body that a call of it runs, as inputs."""
-    body, given = _called(call), list(call.args[1:])
-    inputs = body.graph.find_nodes(op="placeholder")
-    known = [inputs[given.index(value)] for value in values if value in given]
-    if len(known) == len(values):
-        return known
-    call.args = (*call.args, *values)
-    return _more_inputs(body, values)
-
-
-def _more_inputs(gm: fx.GraphModule, values: Sequence[fx.Node]) -> list[fx.Node]:
-    """Inputs for values of another graph, behind those that there are."""
-    return [add_input(gm.graph, "fp8", value.meta["val"]) for value in values]

@@ -31,6 +31,7 @@ from fxrl.analysis.rows.cost import eager_bytes
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
 from fxrl.ir.graph import (
+    MATRIX_PRODUCTS,
     SHARDED_MM,
     hint,
     is_piecewise_product,
@@ -48,7 +49,6 @@ from fxrl.ops.piecewise_head import PART, Held
 from fxrl.passes.chunk_vocab_region import HeadCluster, HeadPass
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ class FuseLinearLogprob(HeadPass[LogprobSite]):
 def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
     """A row program as statistics of one head. Raises ``Refusal`` if it has several heads, or needs
     a statistic that the op does not return."""
-    products = [e for e in walk(program.roots) if e.target in _PRODUCTS or is_piecewise_product(e)]
+    exprs = walk(program.roots)
+    products = [e for e in exprs if e.target in MATRIX_PRODUCTS or is_piecewise_product(e)]
     if len(products) != 1:
         raise Refusal("the logits of several heads are used together")
     (head,) = products

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -30,7 +29,6 @@ from fxrl.analysis.head_groups import HeadGroups, find_head_groups
 from fxrl.analysis.shares import Share
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
-    Size,
     as_node,
     bound,
     clone,
@@ -46,11 +44,13 @@ from fxrl.ir.graph import (
 from fxrl.ir.graph_pass import Applied, PassDoc, tidy
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.region import (
+    Cut,
     InputSpec,
     Region,
     call_region,
     differentiated,
     mark_grads,
+    once_for_body,
     set_region,
 )
 from fxrl.ir.remark import Refusal
@@ -58,10 +58,6 @@ from fxrl.ir.sizes import SizeTable
 from fxrl.passes.recompute import LayerPass, OutlinedLayer
 
 aten = torch.ops.aten
-#: Bodies whose attention was grouped, or why not, by the one they were made from and the groups.
-_GROUPED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule | Refusal]] = (
-    WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True)
@@ -97,27 +93,21 @@ class GroupHeads(LayerPass):
 def group_heads(region: Region, groups: int) -> Region:
     """The region with its attention in ``groups`` groups of heads. Raises ``Refusal`` if its heads
     are not computed each by itself."""
-    known = _GROUPED.setdefault(region.forward, {})
-    key = (groups, region.cut == "inputs", *(spec.needs_grad for spec in region.inputs))
-    if key not in known:
-        try:
-            known[key] = _grouped(region, groups)
-        except Refusal as refusal:
-            known[key] = refusal
-    if isinstance(made := known[key], Refusal):
-        raise made
-    return replace(region, forward=made)
+    cut = "inputs" if region.cut == "inputs" else "attention"
+    return replace(region, forward=_grouped(region.forward, region.trained, groups, cut))
 
 
-def _grouped(region: Region, groups: int) -> fx.GraphModule:
+@once_for_body
+def _grouped(
+    forward: fx.GraphModule, trained: tuple[bool, ...], groups: int, cut: Cut
+) -> fx.GraphModule:
     """A copy of the region's graph that calls one of its heads in groups."""
-    gm = clone(region.forward)
-    mark_grads(gm.graph, region.inputs)
+    gm = clone(forward)
+    mark_grads(gm.graph, trained)
     share_views(gm.graph)
     found = find_head_groups(gm, groups)
     body = _Body(found)
-    feeds, inner = body.feeds, body.region()
-    inner = replace(inner, cut="inputs" if region.cut == "inputs" else "attention")
+    feeds, inner = body.feeds, replace(body.region(), cut=cut)
     for node in gm.graph.find_nodes(op="call_function", target=aten.sym_size.int):
         _read_elsewhere(node, found)
     with gm.graph.inserting_after(last_input(gm.graph)):
@@ -137,9 +127,7 @@ def _read_elsewhere(node: fx.Node, found: HeadGroups) -> None:
     source = as_node(node.args[0])
     if source in found.found.steps and source not in found.sums:
         with node.graph.inserting_before(node):
-            size = SizeTable(node.graph).arg(node.meta["val"])
-        assert size is not None
-        replace_by(node, size)
+            replace_by(node, SizeTable(node.graph).arg(node.meta["val"]))
 
 
 class _Body:
@@ -212,7 +200,7 @@ class _Body:
             sizes[step.shares.dim] = step.shares.size(self._found.groups)
             expands = is_call(node, aten.expand.default)
             target = node.target if expands else aten.reshape.default
-            return call(target, place(as_node(node.args[0])), [*map(self._size, sizes)])
+            return call(target, place(as_node(node.args[0])), [*map(self._sizes.arg, sizes)])
         args, kwargs = fx.map_arg((node.args, node.kwargs), place)
         return call(node.target, *args, **kwargs)
 
@@ -221,16 +209,11 @@ class _Body:
         if (node, None) in self._parts:
             return self._parts[node, None]
         if isinstance(node.meta["val"], torch.SymInt):
-            return self._size(node.meta["val"])
+            return self._sizes.arg(node.meta["val"])
         if node not in self._places:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
             self._places[node] = self._builder.call(node.target, *args, **kwargs)
         return self._places[node]
-
-    def _size(self, size: Size) -> int | fx.Node:
-        if (found := self._sizes.arg(size)) is None:
-            raise Refusal(f"the size {size} is told by no input")
-        return found
 
 
 def _looked_at(node: fx.Node) -> fx.Node:

@@ -24,26 +24,25 @@ from fxrl.analysis.rows.heads import factors, is_amplifier
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
+    MATRIX_PRODUCTS,
     RESHAPES,
     bound,
     draws_random,
     equal_sizes,
     is_call,
     is_pointwise,
+    is_same,
     is_tensor,
-    is_view,
     shape_of,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
-from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
 
 #: Ops that keep their elements' order: of tensors one after the other they give the same.
 _SHAPES = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _END = torch.iinfo(torch.int64).max
 Level = tuple[fx.Node, ...]
 
@@ -103,7 +102,7 @@ def _levels(parts: Level) -> tuple[Level, ...]:
             return ()
         if not all(_alike(parts[0], node) for node in parts):
             return ()
-        if is_call(parts[0], *_PRODUCTS):
+        if is_call(parts[0], *MATRIX_PRODUCTS):
             return levels if is_amplifier(parts[0]) else ()
         parts = tuple(node.args[0] for node in parts)  # type: ignore[misc]
     return ()
@@ -132,9 +131,10 @@ def _alike(first: fx.Node, other: fx.Node) -> bool:
         return False
     if first.target in _SHAPES:
         return True
-    if first.target in _PRODUCTS:
-        return all(map(_same, factors(first)[1:], factors(other)[1:]))
-    others = first.kwargs == other.kwargs and _same(first.args[1:], other.args[1:])
+    if first.target in MATRIX_PRODUCTS:
+        return is_same(factors(first)[1:], factors(other)[1:], guards=True)
+    others = first.kwargs == other.kwargs
+    others = others and is_same(first.args[1:], other.args[1:], guards=True)
     return others and _acts_within(first)
 
 
@@ -150,27 +150,10 @@ def _acts_within(node: fx.Node) -> bool:
     return all(len(shape_of(other)) < len(shape_of(node)) for other in others)
 
 
-def _same(left: Any, right: Any) -> bool:
-    """Whether two arguments are one value: itself, a size as large, equal views and casts of it."""
-    if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-        return type(left) is type(right) and bool(left == right)
-    mine, its = left.meta.get("val"), right.meta.get("val")
-    if isinstance(mine, torch.SymInt) and isinstance(its, torch.SymInt):
-        return equal_sizes(mine, its)
-    copied = left.target is right.target and (is_view(left) or is_call(left, *COPIES))
-    again = copied and left.kwargs == right.kwargs and _same(left.args, right.args)
-    return left is right or again
-
-
 def _again(builder: Builder, node: fx.Node, old: Any, new: fx.Node) -> fx.Node:
     args = (new if arg is old else arg for arg in node.args)
     return builder.call(node.target, *args, **node.kwargs)
 
 
 def _reshaped(builder: Builder, sizes: SizeTable, value: fx.Node, rest: Any) -> fx.Node:
-    target = [sizes.arg(size) for size in rest]
-    if None in target:
-        raise Refusal("the sizes of the result cannot be written in the graph")
-    return builder.call(aten.reshape.default, value, [-1, *target])
+    return builder.call(aten.reshape.default, value, [-1, *map(sizes.arg, rest)])

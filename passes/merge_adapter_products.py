@@ -251,7 +251,7 @@ def _merge(graph: fx.Graph, group: Sequence[Sequence[Product]]) -> None:
                 width = shape_of(product.left)[1]
                 assert isinstance(width, int)
                 rights.append(product.right if product in summands else width)
-            merged = builder.call(aten.mm.default, left, _stacked(builder, rights))
+            merged = builder.call(aten.mm.default, left, stacked(builder, rights, 0))
             summands[0].node.replace_all_uses_with(merged)
     for summands in group:
         for product in summands[1:]:
@@ -265,21 +265,21 @@ def scaled_left(builder: Builder, product: Product) -> fx.Node:
     return builder.call(aten.mul.Tensor, product.left, product.scale)
 
 
-def _stacked(builder: Builder, parts: Sequence[fx.Node | int]) -> fx.Node:
-    """Right operands on top of each other; a number stands for so many rows of zeros."""
+def stacked(builder: Builder, parts: Sequence[fx.Node | int], dim: int) -> fx.Node:
+    """Matrices one after the other, turned as they are; a number is for so many rows of zeros."""
     nodes = [part for part in parts if isinstance(part, fx.Node)]
     turned = all(is_call(n, *TRANSPOSES) and len(shape_of(n)) == 2 for n in nodes)
-    like: Any = nodes[0].args[0] if turned else nodes[0]
-    val, width = val_of(like), shape_of(nodes[0])[1]
+    like, width = val_of(nodes[0]), shape_of(nodes[0])[1]
 
     def piece(part: fx.Node | int) -> Any:
         if isinstance(part, fx.Node):
             return part.args[0] if turned else part
         size = [width, part] if turned else [part, width]
-        said = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+        said = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
         return builder.call(aten.full.default, size, 0, **said)  # an op that Inductor lowers
 
-    whole = builder.call(aten.cat.default, [piece(part) for part in parts], int(turned))
+    along = 1 - dim if turned else dim
+    whole = builder.call(aten.cat.default, [piece(part) for part in parts], along)
     return builder.call(aten.permute.default, whole, [1, 0]) if turned else whole
 
 

@@ -23,7 +23,7 @@ from torch import fx
 from fxrl.analysis.layers import layer_path
 from fxrl.analysis.outline import computes, find_outline, illegal, outline
 from fxrl.analysis.saved_tensors import predict_saved
-from fxrl.ir.graph import COPIES, is_call, is_pointwise, is_tensor, is_view, numel_hint
+from fxrl.ir.graph import COPIES, is_call, is_pointwise, is_tensor, is_view, numel_hint, reached
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at
@@ -86,17 +86,13 @@ def _returned_by_layers(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 def _behind(hidden: fx.Node) -> list[fx.Node]:
     """The values as large as ``hidden`` that elementwise ops and reductions compute from it."""
-    seen, found = {hidden}, []
-    ahead = [hidden]
-    while ahead:
-        for user in ahead.pop().users:
-            if user in seen or layer_path(user) or not _may_stand(user):
-                continue
-            seen.add(user)
-            ahead.append(user)
-            if not is_view(user) and is_tensor(user) and numel_hint(user) >= numel_hint(hidden):
-                found.append(user)
-    return sorted(found)
+
+    def computed(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if not layer_path(user) and _may_stand(user)]
+
+    made = (node for node in reached([hidden], computed) if node is not hidden)
+    own = (node for node in made if is_tensor(node) and not is_view(node))
+    return sorted(node for node in own if numel_hint(node) >= numel_hint(hidden))
 
 
 def _may_stand(node: fx.Node) -> bool:

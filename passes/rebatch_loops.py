@@ -33,8 +33,8 @@ from fxrl.ir.graph import (
     equal_sizes,
     is_call,
     is_pointwise,
+    is_same,
     is_tensor,
-    is_view,
     shape_of,
     with_arguments,
 )
@@ -98,13 +98,15 @@ def _is_loop(parts: Any) -> bool:
     """Whether the first two values come from the first two slices of one tensor."""
     if len(parts) < 2:
         return False
-    first, second = (_slices(part) for part in parts[:2])
-    return bool({s for s, at in first if at == 0} & {s for s, at in second if at == 1})
+    firsts, seconds = (list(_sources(part, at)) for at, part in enumerate(parts[:2]))
+    return any(is_same(one, other) for one in firsts for other in seconds)
 
 
-def _slices(node: fx.Node) -> set[tuple[Any, Any]]:
-    selects = [n for n in ancestors([node]) if is_call(n, aten.select.int) and n.args[1] == 0]
-    return {(_seen_as(n.args[0]), n.args[2]) for n in selects}
+def _sources(node: fx.Node, at: int) -> Iterator[Any]:
+    """The tensors of which a value is computed from that slice."""
+    for made in ancestors([node]):
+        if is_call(made, aten.select.int) and made.args[1:] == (0, at):
+            yield made.args[0]
 
 
 def _chunk(node: Any, dim: int) -> int | None:
@@ -140,13 +142,6 @@ def _follow(starts: list[Any], parts: Sequence[fx.Node], dim: int, total: Size) 
     return len(starts) == len(parts) and equal_sizes(at, total)
 
 
-def _seen_as(node: Any) -> Any:
-    """What equal views of one value share: a write into it leaves each reader a view of its own."""
-    if not is_view(node) or node.kwargs:
-        return node
-    return node.target, _seen_as(node.args[0]), str(node.args[1:])
-
-
 class _Loop:
     def __init__(self, graph: fx.Graph, count: int, dim: int | None) -> None:
         self.graph = graph
@@ -169,7 +164,7 @@ class _Loop:
         for index, node in enumerate(nodes):
             if not is_call(node, aten.select.int) or node.args[1:] != (0, index):
                 return None
-            if _seen_as(node.args[0]) != _seen_as(source):
+            if not is_same(node.args[0], source):  # a write leaves each reader a view of its own
                 return None
         return source if equal_sizes(shape_of(source)[0], self.count) else None
 
@@ -185,11 +180,10 @@ class _Loop:
             return None
         source: Any = first.args[0]
         slices = [bound(node) for node in nodes if is_call(node, aten.slice.Tensor)]
-        kinds = {(_seen_as(one["self"]), one["dim"], one["step"]) for one in slices}
+        where = ((one["self"], one["dim"], one["step"]) for one in slices)
+        alike = all(is_same(place, (source, dim, 1)) for place in where)
         starts = [one["start"] or 0 for one in slices]
-        if kinds != {(_seen_as(source), dim, 1)} or not _follow(
-            starts, nodes, dim, shape_of(source)[dim]
-        ):
+        if not alike or not _follow(starts, nodes, dim, shape_of(source)[dim]):
             raise Refusal("the chunks are not all of one tensor, one after another", at=first)
         return source  # type: ignore[no-any-return]
 

@@ -386,16 +386,12 @@ class _Sharing:
         """A size as an argument; ids tell it where no other input does."""
         if graph not in self._tables:
             self._tables[graph] = SizeTable(graph)
-        found = self._tables[graph].arg(size)
-        if found is None and graph in self._calls:
+        if graph in self._calls and self._tables[graph].find(size) is None:
             for share in self._graphs[graph].given.values():
                 assert isinstance(share, Tokens)
                 self._lender.to(graph, share.ids)
             self._tables[graph] = SizeTable(graph)
-            found = self._tables[graph].arg(size)
-        if found is None:
-            raise Refusal(f"the size {size} is told by no input")
-        return found
+        return self._tables[graph].arg(size)
 
 
 def _one_source(node: fx.Node, dim: int) -> tuple[fx.Node | None, int]:

@@ -18,10 +18,11 @@ import torch
 from torch import fx
 
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import TRANSPOSES, ancestors, is_call, is_same, nbytes, shape_of
+from fxrl.ir.graph import ancestors, is_same, nbytes, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
+from fxrl.passes.merge_adapter_products import stacked
 
 aten = torch.ops.aten
 
@@ -77,8 +78,8 @@ class StackAdapterProducts(Normalisation[NarrowProducts]):
         if copied >= (len(products) - 1) * nbytes(wide):
             raise Refusal("copies of operands and results would cost more than reading again")
         with Builder(gm.graph).before(products[0]) as build:
-            stacked = _stacked(build, others, dim)
-            pair = (stacked, wide) if site.shared else (wide, stacked)
+            narrow = stacked(build, others, dim)
+            pair = (narrow, wide) if site.shared else (wide, narrow)
             whole = build.call(aten.mm.default, *pair)
             start = 0
             for product in products:
@@ -90,12 +91,3 @@ class StackAdapterProducts(Normalisation[NarrowProducts]):
                 product.replace_all_uses_with(part)
                 start = end
         return Applied(f"{len(products)} narrow products of one operand in one")
-
-
-def _stacked(build: Builder, parts: list[fx.Node], dim: int) -> fx.Node:
-    """Operands one after the other, turned as they are."""
-    turned = all(is_call(part, *TRANSPOSES) for part in parts)
-    if not turned:
-        return build.call(aten.cat.default, parts, dim)
-    whole = build.call(aten.cat.default, [part.args[0] for part in parts], 1 - dim)
-    return build.call(aten.permute.default, whole, [1, 0])

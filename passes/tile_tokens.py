@@ -14,8 +14,7 @@ them to those that make them narrow again.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import ClassVar
 
 from torch import fx
 
@@ -23,13 +22,10 @@ from fxrl.analysis.rows.analysis import analyse_layer
 from fxrl.ir.graph import clone, share_views
 from fxrl.ir.graph_pass import Applied, Miss, PassDoc, tidy
 from fxrl.ir.plan import CutLayer
-from fxrl.ir.region import Region, mark_grads, set_region
+from fxrl.ir.region import Region, mark_grads, once_for_body, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.passes.chunk_vocab_region import run_by_tiles
 from fxrl.passes.recompute import LayerPass, OutlinedLayer
-
-#: Bodies that were tiled, by the one they were made from and the rows per tile: layers share one.
-_TILED: WeakKeyDictionary[fx.GraphModule, dict[Any, fx.GraphModule | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,18 +55,15 @@ class TileTokens(LayerPass):
 
 def tile_widest(region: Region, tile: int) -> Region | None:
     """The region with its widest stretch in tiles of ``tile`` rows; None where there is none."""
-    known = _TILED.setdefault(region.forward, {})
-    key = (tile, *(spec.needs_grad for spec in region.inputs))
-    if key not in known:
-        known[key] = _tiled(region, tile)
-    tiled = known[key]
+    tiled = _tiled(region.forward, region.trained, tile)
     return None if tiled is None else replace(region, forward=tiled)
 
 
-def _tiled(region: Region, tile: int) -> fx.GraphModule | None:
-    """A tiled copy of the region's graph."""
-    gm, done = clone(region.forward), False
-    mark_grads(gm.graph, region.inputs)
+@once_for_body
+def _tiled(body: fx.GraphModule, trained: tuple[bool, ...], tile: int) -> fx.GraphModule | None:
+    """A tiled copy of a region's graph."""
+    gm, done = clone(body), False
+    mark_grads(gm.graph, trained)
     share_views(gm.graph)
     for site in list(analyse_layer(gm.graph)):
         if isinstance(site, Miss):

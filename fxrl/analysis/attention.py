@@ -21,9 +21,9 @@ from fxrl.ir.graph import (
     bound,
     is_call,
     is_tensor,
+    reached,
     shape_of,
     skip_whole_slices,
-    tensor_val,
 )
 from fxrl.ir.printer import input_name
 
@@ -74,16 +74,13 @@ def _calls(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
 def data_of(mask: fx.Node) -> str | None:
     """The first input of the graph whose values, not only sizes, a mask depends on, by its name in
     the user's code."""
-    seen, stack = {mask}, [mask]
-    while stack:
-        node = stack.pop()
-        if node.op in ("placeholder", "get_attr") and tensor_val(node) is not None:
-            return input_name(node.name)
-        for arg in node.all_input_nodes:
-            if arg not in seen and not is_call(arg, aten.sym_size.int):
-                seen.add(arg)
-                stack.append(arg)
-    return None
+
+    def read(node: fx.Node) -> list[fx.Node]:
+        return [arg for arg in node.all_input_nodes if not is_call(arg, aten.sym_size.int)]
+
+    made_of = reached([mask], read)
+    data = (n for n in made_of if n.op in ("placeholder", "get_attr") and is_tensor(n))
+    return next((input_name(node.name) for node in data), None)
 
 
 def before_repeat(node: Any) -> fx.Node | None:

@@ -17,7 +17,7 @@ its adapter's, one value as wide as the layer is left.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -25,10 +25,11 @@ import torch
 from torch import fx
 
 from fxrl.analysis.attention import SDPA, options_of
+from fxrl.analysis.layers import is_product
 from fxrl.analysis.rows.rules import op_name
 from fxrl.analysis.shares import Share, SharedGraph, Step, step_of
 from fxrl.ir.graph import (
-    PRODUCTS,
+    MATRIX_PRODUCTS,
     TRANSPOSES,
     Size,
     ancestors,
@@ -38,13 +39,13 @@ from fxrl.ir.graph import (
     is_quantized_product,
     is_tensor,
     is_view,
+    reached,
     shape_of,
     val_of,
 )
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,14 @@ def _weights(attention: fx.Node, groups: int) -> dict[fx.Node, Share]:
     weights: dict[fx.Node, Share] = {}
     seen: set[fx.Node] = set()
     for operand in attention.args[:3]:
-        products = set(_nearest_products(as_node(operand)))
+        nearest = reached([as_node(operand)], _before_products)  # without another one between
+        products = {node for node in nearest if is_product(node)}
         for product in sorted(products):
             if product in seen:
                 raise Refusal("one product makes queries, keys and values together", at=product)
             if is_quantized_product(product):
                 raise Refusal("a quantised weight is not taken apart by heads", at=product)
-            if is_call(product, *_PRODUCTS):
+            if is_call(product, *MATRIX_PRODUCTS):
                 weight, dim = _source(as_node(bound(product)["mat2"]), 1)
                 width = shape_of(weight)[dim]
                 if not isinstance(width, int) or width % groups:
@@ -124,18 +126,10 @@ def _weights(attention: fx.Node, groups: int) -> dict[fx.Node, Share]:
     return weights
 
 
-def _nearest_products(value: fx.Node) -> Iterator[fx.Node]:
-    """The products that a value is made of without another product between."""
-    seen, ahead = set[fx.Node](), [value]
-    while ahead:
-        node = ahead.pop()
-        if node in seen or is_call(node, aten.sym_size.int):
-            continue
-        seen.add(node)
-        if is_call(node, *PRODUCTS) or is_quantized_product(node):
-            yield node
-        else:
-            ahead += node.all_input_nodes
+def _before_products(node: fx.Node) -> Sequence[fx.Node]:
+    """What a value that is no product is made of."""
+    ends = is_product(node) or is_call(node, aten.sym_size.int)
+    return () if ends else node.all_input_nodes
 
 
 def _source(matrix: fx.Node, dim: int) -> tuple[fx.Node, int]:
@@ -223,7 +217,7 @@ class _Walk:
             raise Refusal("the layer returns a value of heads")
         if node is self._attention:
             return self._attend(node)
-        if is_call(node, *_PRODUCTS) and (summed := self._summed(node)) is not None:
+        if is_call(node, *MATRIX_PRODUCTS) and (summed := self._summed(node)) is not None:
             self.sums.append(node)
             self._behind.add(node)
             return summed

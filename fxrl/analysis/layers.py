@@ -33,7 +33,6 @@ from fxrl.ir.site import plain_path, site_name
 aten = torch.ops.aten
 
 _NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*\.\d+)$")
-_PARAMETER_DIMS = 2  # weights and biases, or adapters of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +106,19 @@ def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
 def has_work(nodes: Iterable[fx.Node]) -> bool:
     """Whether fusing these is worth a call: a product with something around it, or a few ops."""
     work = [n for n in nodes if is_tensor(n) and not is_view(n)]
-    return len(work) > 2 or (len(work) == 2 and any(is_call(n, *PRODUCTS) for n in work))
+    return len(work) > 2 or (len(work) == 2 and any(map(is_product, work)))
 
 
 def is_product(node: fx.Node) -> bool:
     """Whether ``node`` is a matrix product: too dear to be computed twice."""
     return is_call(node, *PRODUCTS) or is_quantized_product(node)
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether ``node`` is a weight, a bias or an adapter's part, which live anyway: an input, or a
+    constant, of so few dims."""
+    val = tensor_val(node)
+    return node.op in ("placeholder", "get_attr") and val is not None and val.dim() <= 2
 
 
 # ---------------------------------------------------------------------------- stages
@@ -166,16 +172,11 @@ def _sink_weights(
     for node in nodes:
         if node in stages and node not in blocked:
             inputs = [a for a in node.all_input_nodes if tensor_val(a) is not None]
-            if inputs and all(a in static or _is_weight(a) for a in inputs):
+            if inputs and all(a in static or is_weight(a) for a in inputs):
                 static.add(node)
     for node in reversed(nodes):
         if node in static and node.users and all(user in stages for user in node.users):
             stages[node] = max(stages[node], min(stages[user] for user in node.users))
-
-
-def _is_weight(node: fx.Node) -> bool:
-    val = tensor_val(node)
-    return node.op == "placeholder" and val is not None and val.dim() <= _PARAMETER_DIMS
 
 
 # ---------------------------------------------------------------------------- views on the border

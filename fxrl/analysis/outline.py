@@ -181,13 +181,7 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
     sizes = SizeTable(graph, list(places.values()))
 
     def place(node: fx.Node) -> Any:
-        if node in places:
-            return places[node]
-        size = node.meta.get("val")
-        value = sizes.arg(size) if isinstance(size, (int, torch.SymInt)) else None
-        if value is None:
-            raise Refusal(f"%{node} = {size} cannot be read off the input tensors", at=node)
-        return value
+        return places[node] if node in places else sizes.arg(node.meta.get("val"), node)
 
     for node in found.nodes:
         target: Any = node.target
@@ -212,7 +206,7 @@ def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> None:
     fits = not readers and all(node < found.outputs[0] for node in found.inputs)
     with gm.graph.inserting_before(found.outputs[0]):
         for reader in readers:
-            replace_by(reader, _elsewhere(reader, sizes))
+            replace_by(reader, sizes.arg(reader.meta["val"], reader))
         vals = [tensor_val(node) for node in found.outputs]
         values = call_region(gm.graph, region, list(found.inputs), 0, vals)
     call: Any = values[0].args[0]
@@ -229,11 +223,3 @@ def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> None:
 
 def _hangs_on(node: fx.Node, inside: set[fx.Node]) -> bool:
     return node in inside or any(arg in inside for arg in node.all_input_nodes)
-
-
-def _elsewhere(reader: fx.Node, sizes: SizeTable) -> fx.Node | int:
-    """A size that was read off an inner value, from another one."""
-    value = sizes.arg(reader.meta["val"])
-    if value is None:
-        raise Refusal(f"%{reader} is known from inside only", at=reader)
-    return value

@@ -11,13 +11,12 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
 from fxrl.analysis.attention import SDPA
-from fxrl.analysis.layers import is_product
+from fxrl.analysis.layers import is_product, is_weight
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
     EXCHANGES,
@@ -32,9 +31,9 @@ from fxrl.ir.graph import (
     is_view,
     nbytes,
     needs_grad,
-    tensor_val,
+    reached,
 )
-from fxrl.ir.region import Region, mark_grads
+from fxrl.ir.region import Cut, Region, mark_grads, once_for_body
 
 #: What an op's derivative reads, as ``derivatives.yaml`` of PyTorch says: ``x: y, z`` is "the
 #: gradient of x is computed from y and z"; no clause, from the incoming gradient alone. Ops that
@@ -117,26 +116,19 @@ def kept_by(region: Region) -> Kept:
 
     The partitioner finds the ``fewest`` bytes; here those for the products stand for them.
     """
-    known = _KEPT.setdefault(region.forward, {})
-    key = (region.cut, *(spec.needs_grad for spec in region.inputs))
-    if key not in known:
-        known[key] = _kept(region)
-    return known[key]
+    return _kept(region.forward, region.trained, region.cut)
 
 
-#: By body, and what else it depends on: layers share one.
-_KEPT: WeakKeyDictionary[fx.GraphModule, dict[Any, Kept]] = WeakKeyDictionary()
-
-
-def _kept(region: Region) -> Kept:
-    graph = region.forward.graph
-    mark_grads(graph, region.inputs)
+@once_for_body
+def _kept(body: fx.GraphModule, trained: tuple[bool, ...], cut: Cut) -> Kept:
+    graph = body.graph
+    mark_grads(graph, trained)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     eager = _kept_op_by_op(nodes)
     inputs = set(graph.find_nodes(op="placeholder"))
-    read = {x for x in inputs if x.users and is_tensor(x) and not _is_parameter(x)}
-    if region.cut in ("inputs", "attention"):
-        attention = {value for value in eager if region.cut == "attention" and _is_attention(value)}
+    read = {x for x in inputs if x.users and is_tensor(x) and not is_weight(x)}
+    if cut in ("inputs", "attention"):
+        attention = {value for value in eager if cut == "attention" and _is_attention(value)}
         kept = read | attention
     else:
         kept = _kept_for_products(nodes, eager)
@@ -148,7 +140,7 @@ def _kept_op_by_op(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
     kept: dict[fx.Node, bool] = {}
     for node in nodes:
         for value in map(base_of, read_later(node)):
-            if not _is_parameter(value):
+            if not is_weight(value):
                 kept[value] = kept.get(value, False) or is_product(node)
     return kept
 
@@ -172,25 +164,15 @@ def _bytes(values: Iterable[fx.Node]) -> int:
     return sum(nbytes(value) for value in values)
 
 
-def _is_parameter(node: fx.Node) -> bool:
-    val = tensor_val(node)
-    return node.op in ("placeholder", "get_attr") and val is not None and val.dim() <= 2
-
-
 def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     """The values that ``value`` can be computed again from: kept ones, products and inputs; perhaps
     only itself."""
-    found: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    stack = [value]
-    while stack:
-        node = base_of(stack.pop())
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in kept or node not in inside or is_product(node):
-            if not _is_parameter(node):
-                found.add(node)
-        else:
-            stack.extend(arg for arg in node.all_input_nodes if is_tensor(arg))
-    return found
+
+    def is_source(node: fx.Node) -> bool:
+        return node in kept or node not in inside or is_product(node)
+
+    def made_of(node: fx.Node) -> Iterable[fx.Node]:
+        return () if is_source(node) else map(base_of, filter(is_tensor, node.all_input_nodes))
+
+    made = reached([base_of(value)], made_of)
+    return {node for node in made if is_source(node) and not is_weight(node)}

@@ -29,7 +29,7 @@ from fxrl.ir.graph import (
     tensor_val,
     writes,
 )
-from fxrl.ir.remark import Refusal
+from fxrl.ir.remark import Refusal, first_line
 
 Lower = Callable[..., fx.GraphModule]
 
@@ -42,7 +42,7 @@ def lower_functions(gm: fx.GraphModule, lower: Lower) -> None:
             try:
                 call.meta[HALVES] = _halves(gm, call, lower)
             except Exception as error:  # a body can hold anything that PyTorch can
-                call.meta[HALVES] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                call.meta[HALVES] = first_line(error)
 
 
 def _halves(gm: fx.GraphModule, call: fx.Node, lower: Lower) -> Halves:

@@ -79,7 +79,7 @@ from fxrl.ir.graph import (
     wrapper_of,
     writes,
 )
-from fxrl.ir.remark import Refusal
+from fxrl.ir.remark import Refusal, first_line
 from fxrl.ir.site import rename_site
 from fxrl.ir.source import user_source
 
@@ -689,7 +689,7 @@ def _lowered(
         if must:
             raise
         # The body can hold anything that PyTorch can; it then runs as the user wrote it.
-        body.meta["not_lowered"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        body.meta["not_lowered"] = first_line(error)
         return body
     save_as(lowered, body)
     return lowered

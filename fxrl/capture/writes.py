@@ -217,15 +217,11 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: dict[int, list[torch.Tensor]] = {}
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                self._held.setdefault(_memory(arg), []).append(arg)
+                self._held.setdefault(storage_of(arg), []).append(arg)
         self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _written(func, args, kwargs or {}):
-            held = self._held.pop(_memory(tensor), [])
+            held = self._held.pop(storage_of(tensor), [])
             self.before += [(one, one.clone()) for one in held]
         return func(*args, **(kwargs or {}))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -35,6 +35,7 @@ from fxrl.errors import ConfigError, MissingPackageError, VerificationError
 from fxrl.files import replacing
 from fxrl.inspect.evaluate import split_result
 from fxrl.inspect.timeline import plot
+from fxrl.ir.graph import gpu_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.rl.report.page import pages
@@ -114,7 +115,7 @@ def write_bundle(
 def _measured(made: Bundle, step: TrainStep, batch: Any) -> None:
     parameters = [p for p in step.model.parameters() if p.requires_grad]
     before = [p.grad for p in parameters]
-    on_gpu = any(p.is_cuda for p in step.model.parameters())
+    on_gpu = gpu_of(step.model.parameters()) is not None
     seconds: list[float] = []
     try:
         for number in range(_STEPS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,12 +42,12 @@ from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
-from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, has_hint, hint, tensor_val
+from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, gpu_of, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import judge_misses, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, text_on_any_gpu
-from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
+from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report, first_line
 from fxrl.ir.site import name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
@@ -60,42 +60,27 @@ Run = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Backend:
-    """A ``torch.compile`` backend bound to one configuration.
+    """A ``torch.compile`` backend bound to one configuration."""
 
-    Attributes:
-        captures: what was captured so far, in order.
-        only_explain: stop after the passes and run the graph as Dynamo delivered it (fake tensors).
-        always_planned: predict, also where nothing bounds the memory.
-        accumulated: predict a micro-batch that is not the first of its update.
-        target: what to plan for; None for the GPU that the model is on.
-        limits: what to plan from; None for those of ``target``, and of the moment.
-        always_rewritten: run the lowered graph even where no pass rewrote anything, so that
-            ``verify`` tells what lowering does from what the passes do.
-    """
+    config: Config
+    plan: Plan
+    _: KW_ONLY
+    # Stop after the passes and run the graph as Dynamo delivered it (fake tensors).
+    only_explain: bool = False
+    # Run the lowered graph even where no pass rewrote anything, so that ``verify`` tells what
+    # lowering does from what the passes do.
+    always_rewritten: bool = False
+    always_planned: bool = False  # predict, also where nothing bounds the memory
+    accumulated: bool = False  # predict a micro-batch that is not the first of its update
+    target: Target | None = None  # what to plan for; None for the GPU that the model is on
+    limits: Limits | None = None  # to plan from; None for those of ``target``, and of the moment
+    captures: list[Capture] = field(default_factory=list, init=False)  # so far, in order
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        *,
-        only_explain: bool = False,
-        always_rewritten: bool = False,
-        always_planned: bool = False,
-        accumulated: bool = False,
-        target: Target | None = None,
-    ) -> None:
-        self.config = config
-        self.plan = plan
-        self.only_explain = only_explain
-        self.always_rewritten = always_rewritten
-        self.always_planned = always_planned
-        self.accumulated = accumulated
-        self.target = target
-        self.limits: Limits | None = None
-        self.captures: list[Capture] = []
+    def __post_init__(self) -> None:
         self._derived = DerivedInputs()
-        self._pipeline = pipeline(config)  # an unknown pass is an error now, not at the first batch
+        self._pipeline = pipeline(self.config)  # an unknown pass is an error now
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         gm, lifted = share_bodies(gm)
@@ -135,7 +120,7 @@ class Backend:
             self.captures.remove(capture)
             raise
         except Exception as error:
-            why = f"the rewritten graph could not be compiled: {_line(error)}"
+            why = f"the rewritten graph could not be compiled: {first_line(error)}"
             self._fall_back(capture, Refusal(why))
             return _as_written(gm)
         capture.running = True
@@ -150,14 +135,14 @@ class Backend:
         try:
             lowered = self._lowered(capture.dynamo)
         except Exception as error:
-            refusal = error if isinstance(error, Refusal) else Refusal(_line(error))
+            refusal = error if isinstance(error, Refusal) else Refusal(first_line(error))
             refusal.reason = f"the graph could not be lowered: {refusal.reason}"
             self._fall_back(capture, refusal, source_of_trace(str(error)))  # fx tells the node's
             return None
         name_sites(lowered, str(capture.index))
         if capture.graph_breaks or not is_first_graph():
             lowered.meta[IS_PART] = True
-        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
+        if gpu_of(inputs) is not None:
             _attach_kernels(capture)  # before passes measure them
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
         with without_autocast():  # the graph already holds its casts
@@ -197,8 +182,7 @@ class Backend:
     ) -> Callable[[fx.GraphModule, Plan], Plan] | None:
         """A function that makes the plan; None if memory is unbounded and no prediction is
         wanted."""
-        assert capture.lowered is not None
-        device = _gpu_of(capture.lowered)
+        device = gpu_of(inputs)
         if device is None and self.config.gpu_memory is None and not self.always_planned:
             return None
         limits = self.limits_on(device)
@@ -219,8 +203,8 @@ class Backend:
             except FxrlError:
                 raise
             except Exception as error:
-                why = f"no plan was made, every layer does what it does by itself: {_line(error)}"
-                capture.note(RemarkKind.MISSED, "plan", why)
+                why = "no plan was made, every layer does what it does by itself"
+                capture.note(RemarkKind.MISSED, "plan", f"{why}: {first_line(error)}")
                 capture.planner = None
                 return plan
 
@@ -304,7 +288,7 @@ class Backend:
         try:
             step(built)
         except Exception as error:
-            why = f"a body of it runs op by op, as it could not be compiled: {_line(error)}"
+            why = f"a body of it runs op by op, as it could not be compiled: {first_line(error)}"
             site = built.region.layer or "graph"
             missed = capture.note(RemarkKind.MISSED, "kernels", why, site=site)
             judge_misses(missed, self.config.on_miss)
@@ -354,7 +338,7 @@ class _Guarded:
                 raise
             if self._follows:
                 raise CannotBeginAnewError from error
-            why = _line(error)
+            why = first_line(error)
             self._run = _as_written(self._gm)
             result = self._run(*args)  # an error of the user's own code is raised here, as it is
             self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
@@ -391,13 +375,6 @@ def _hands_on_sizes(capture: Capture) -> bool:
     return any(not has_hint(*value.shape) for value in returned if value is not None)
 
 
-def _gpu_of(gm: fx.GraphModule) -> torch.device | None:
-    """The GPU that a graph's tensors are on."""
-    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
-    devices = (value.device for value in values if isinstance(value, torch.Tensor))
-    return next((device for device in devices if device.type == "cuda"), None)
-
-
 def _as_written(gm: fx.GraphModule) -> Run:
     """The user's own graph."""
     restore_checkpoints(gm)  # Dynamo's own calls recompute nothing on torch 2.11
@@ -409,10 +386,6 @@ def _overflows(capture: Capture, plan: Plan) -> bool:
     if capture.planner is None or any(outlined_layers(capture.found)):
         return False
     return bool((plan.peak_gpu_bytes or 0) > capture.planner.budget.gpu_bytes)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
 
 
 def _taken_back(remark: Remark, why: str) -> Remark:

@@ -36,7 +36,7 @@ from fxrl.capture.breaks import in_one_line
 from fxrl.compile.planning import Batch, batches_of
 from fxrl.errors import HostMemoryError, PlanError
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.graph import body_of, hint, is_loss_head, needs_grad
+from fxrl.ir.graph import body_of, gpu_of, hint, is_loss_head, needs_grad
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ir.region import region_at
 from fxrl.ir.remark import format_bytes
@@ -82,8 +82,7 @@ class ByPlan:
     ) -> None:
         self._replan, self._capture, self._alone = replan, capture, alone
         self._batch = batches_of(capture.found)
-        tensors = (x for x in examples if isinstance(x, torch.Tensor))
-        self._device = next((x.device for x in tensors if x.is_cuda), torch.device("cpu"))
+        self._device = gpu_of(examples) or torch.device("cpu")
         self._budget = capture.planner.budget
         self._plans = [self._planned(run)]
         self._known = {self._batch(examples, hint): self._plans[0]}

@@ -16,8 +16,8 @@ from fxrl.ir.graph import base_of, bound, is_loss_head, is_tensor, needs_grad, s
 from fxrl.ir.region import Region, region_at
 from fxrl.kernels.hopper import plan as head_plan
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, made_in_forward, parse_outputs
-from fxrl.ops.piecewise_head import WIDENED, online_bytes
-from fxrl.ops.sharded import Layout
+from fxrl.ops.piecewise_head import online_bytes
+from fxrl.ops.sharded import WIDENED, Layout
 from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost, profile
 from fxrl.planner.memory_profile import nbytes

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from operator import getitem
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -17,7 +16,7 @@ from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.ir.graph import clone, is_call, is_tensor, is_view, memory_like, needs_grad, tensor_val
 from fxrl.ir.plan import CutLayer, Plan
-from fxrl.ir.region import Region
+from fxrl.ir.region import Region, once_for_body
 from fxrl.ir.remark import Refusal
 from fxrl.passes.group_heads import group_heads
 from fxrl.passes.tile_tokens import tile_widest
@@ -71,8 +70,7 @@ def _group_heads(region: Region, groups: int) -> Region | None:
         return None
 
 
-#: Graphs and fake tensors on ``meta``, and the same on a CPU.
-_MOVED: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
+#: Fake tensors on ``meta``, and the same on a CPU.
 _TWINS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 
@@ -80,16 +78,19 @@ def off_meta(region: Region) -> Region:
     """A region on ``meta`` as a CPU's: only there does attention stay a kernel when traced."""
     if not any(spec.example.is_meta for spec in region.inputs):
         return region
-    if region.forward not in _MOVED:
-        moved = clone(region.forward)
-        for node in moved.graph.nodes:
-            if "device" in node.kwargs:
-                node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
-            if (val := tensor_val(node)) is not None and val.is_meta:
-                node.meta["val"] = _on_cpu(val)
-        _MOVED[region.forward] = moved
     specs = tuple(replace(spec, example=_on_cpu(spec.example)) for spec in region.inputs)
-    return replace(region, forward=_MOVED[region.forward], inputs=specs)
+    return replace(region, forward=_moved(region.forward), inputs=specs)
+
+
+@once_for_body
+def _moved(body: fx.GraphModule) -> fx.GraphModule:
+    moved = clone(body)
+    for node in moved.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+        if (val := tensor_val(node)) is not None and val.is_meta:
+            node.meta["val"] = _on_cpu(val)
+    return moved
 
 
 def _on_cpu(fake: Any) -> torch.Tensor:

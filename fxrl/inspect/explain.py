@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,30 +39,13 @@ from fxrl.planner.budget import Limits
 from fxrl.planner.target import Target
 
 
+@dataclass(eq=False, kw_only=True)
 class ExplainBackend(Backend):
-    """Captures and rewrites like ``Backend``, but returns stand-ins that compute nothing. ``mode``
-    is that of the fake tensors in place of the model's, None if the model's are real."""
+    """Captures and rewrites like ``Backend``, but returns stand-ins that compute nothing."""
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        target: Target | None,
-        *,
-        limits: Limits | None,
-        planned: bool,
-        accumulated: bool,
-        mode: FakeTensorMode | None,
-    ) -> None:
-        super().__init__(
-            config,
-            plan,
-            only_explain=True,
-            always_planned=planned,
-            accumulated=accumulated,
-            target=target,
-        )
-        self.limits, self.mode = limits, mode
+    only_explain: bool = True
+    # Of the fake tensors in place of the model's, None if the model's are real.
+    mode: FakeTensorMode | None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         super().__call__(gm, example_inputs)
@@ -109,10 +92,10 @@ def explained(
         backend = ExplainBackend(
             config,
             plan or Plan(),
-            target,
-            limits=limits,
-            planned=planned,
+            always_planned=planned,
             accumulated=accumulated,
+            target=target,
+            limits=limits,
             mode=mode,
         )
         captured = CapturedLoss(wrapper.inner, loss_fn, backend)  # no process waits for another

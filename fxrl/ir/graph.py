@@ -7,7 +7,8 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -28,9 +29,10 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
 #: Calls that give the same values under the same shape, maybe in another dtype.
 COPIES = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
+#: Products of rows with a matrix.
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
 #: Calls that contract a feature dim; what separates one layer from the next.
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-
+PRODUCTS = (*MATRIX_PRODUCTS, aten.bmm.default, aten.baddbmm.default)
 
 #: Products with weights that are quantised, or of which ranks have parts (``fxrl.ops``), and the
 #: quantiser of rows, by name: they are defined above this.
@@ -96,11 +98,14 @@ def skip_whole_slices(node: Any) -> Any:
     return node
 
 
-def readers_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that compute with a value or with views of it; views themselves are left out."""
+Looks = Callable[[fx.Node], bool]
+
+
+def readers_of(node: fx.Node, looks: Looks = is_view) -> Iterator[fx.Node]:
+    """The nodes that compute with a value or with views of it; what only ``looks`` is left out."""
     for user in node.users:
-        if is_view(user):
-            yield from readers_of(user)
+        if looks(user):
+            yield from readers_of(user, looks)
         else:
             yield user
 
@@ -117,9 +122,9 @@ def share_views(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def base_of(node: fx.Node) -> fx.Node:
+def base_of(node: fx.Node, looks: Looks = is_view) -> fx.Node:
     """The value whose memory ``node`` looks at; itself where it has its own."""
-    while is_view(node) and isinstance(node.args[0], fx.Node):
+    while looks(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
@@ -225,16 +230,29 @@ def spelled_alike(left: Iterable[Size], right: Iterable[Size]) -> bool:
     return [*map(str, left)] == [*map(str, right)]
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal: looks at one value, or equal copies of one."""
-    while one is not other:
-        looks = is_call(one, *RESHAPES, *COPIES) and is_call(other, *RESHAPES, *COPIES)
-        if not looks or (one.target, one.kwargs) != (other.target, other.kwargs):
+def is_same(one: Any, other: Any, *, guards: bool = False) -> bool:
+    """Whether two arguments of calls are equal: one value, sizes as large, the same looks at values
+    that are or copies of these. Sizes are compared as by ``equal_sizes`` where ``guards`` may be
+    asked, else as they are spelled."""
+
+    def same(a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+            return len(a) == len(b) and all(map(same, a, b))
+        if isinstance(a, torch.SymInt) and isinstance(b, (int, torch.SymInt)):
+            return equal_sizes(a, b) if guards else str(a) == str(b)
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+            return type(a) is type(b) and bool(a == b)
+        if isinstance(a.meta.get("val"), torch.SymInt):
+            return same(a.meta["val"], b.meta.get("val"))
+        if a.target != b.target or a.kwargs != b.kwargs:
             return False
-        if not spelled_alike(shape_of(one), shape_of(other)):
-            return False
-        one, other = one.args[0], other.args[0]
-    return True
+        if is_call(a, *RESHAPES):  # however their sizes are given
+            return same((a.args[0], shape_of(a)), (b.args[0], shape_of(b)))
+        return (is_view(a) or is_call(a, *COPIES)) and same(a.args, b.args)
+
+    return same(one, other)
 
 
 def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
@@ -242,6 +260,12 @@ def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
     it is undefined."""
     where = like.device if device is None else device
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=where)
+
+
+def gpu_of(values: Iterable[Any]) -> torch.device | None:
+    """The GPU that some of these are tensors on, if any is."""
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def numel_hint(node: fx.Node) -> int:
@@ -517,14 +541,28 @@ class Lender:
 def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
     """All nodes that ``nodes`` depend on, themselves included; with ``among``, only dependences
     through these nodes."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(arg for arg in node.all_input_nodes if among is None or arg in among)
-    return seen
+
+    def inputs(node: fx.Node) -> Iterable[fx.Node]:
+        read = node.all_input_nodes
+        return read if among is None else [arg for arg in read if arg in among]
+
+    return set(reached(nodes, inputs))
+
+
+def reached(
+    nodes: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """These nodes and all that ``onward`` leads to from a node that was reached, each once, the
+    nearest first."""
+    seen = dict.fromkeys(nodes)
+    waiting = deque(seen)
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for other in onward(node):
+            if other not in seen:
+                seen[other] = None
+                waiting.append(other)
 
 
 def replace_by(node: fx.Node, value: fx.Node | int) -> None:
@@ -599,16 +637,26 @@ def topological_sort(graph: fx.Graph) -> None:
 
     What draws random numbers keeps its order in any case, so that it draws the same.
     """
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    pending = {node: len(set(node.all_input_nodes)) for node in graph.nodes}
-    draws = dict(itertools.pairwise(node for node in graph.nodes if draws_random(node)))
-    for node in draws.values():
-        pending[node] += 1
+    nodes = list(graph.nodes)
+    left = set(nodes)
+    before = {b: a for a, b in itertools.pairwise(filter(draws_random, nodes))}
+    rest = list(range(len(nodes)))  # a heap: of what waits for nothing, the first goes first
+    waiting: dict[fx.Node, list[int]] = {}
     last: fx.Node | None = None
-    for node in _kahn(order, pending, draws):
+    while rest:
+        node = nodes[index := heapq.heappop(rest)]
+        needed = (*node.all_input_nodes, before.get(node))
+        missing = next((one for one in needed if one in left), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(index)
+            continue
         if last is not None and last.next is not node:
             last.append(node)
         last = node
+        left.remove(node)
+        for index in waiting.pop(node, ()):
+            heapq.heappush(rest, index)
+    assert not left, "the graph has a cycle"
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -625,21 +673,3 @@ def draws_random(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return True
     return bool(bound(node)["dropout_p"] != 0.0)
-
-
-def _kahn(
-    order: dict[fx.Node, int], pending: dict[fx.Node, int], draws: dict[fx.Node, fx.Node]
-) -> list[fx.Node]:
-    by_index = {index: node for node, index in order.items()}
-    ready = [order[node] for node, count in pending.items() if count == 0]
-    heapq.heapify(ready)
-    result: list[fx.Node] = []
-    while ready:
-        node = by_index[heapq.heappop(ready)]
-        result.append(node)
-        for user in (*node.users, *([draws[node]] if node in draws else ())):
-            pending[user] -= 1
-            if pending[user] == 0:
-                heapq.heappush(ready, order[user])
-    assert len(result) == len(order), "the graph has a cycle"
-    return result

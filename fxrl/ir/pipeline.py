@@ -15,7 +15,7 @@ from torch import fx
 from fxrl.ir.graph import clone
 from fxrl.ir.graph_pass import Miss, Pass, Site, Stage
 from fxrl.ir.plan import Choice, Plan
-from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.ir.remark import Remark, RemarkKind, Report, first_line
 from fxrl.ir.verifier import GraphCheck
 
 #: Called before the first pass and after each: name of the pass ("" before), graph, its remarks.
@@ -103,7 +103,7 @@ class _Run:
         except Exception as error:
             if self.check.values:
                 raise
-            reason = f"its search failed: {type(error).__name__}: {error}".splitlines()[0]
+            reason = f"its search failed: {first_line(error)}"
             names = (str(node.meta["site"]) for node in self.gm.graph.nodes if "site" in node.meta)
             site = f"{next(names, '').partition(':')[0]}:{one.name}"  # of its own: none hides it
             self.remarks.append(Remark(RemarkKind.MISSED, one.name, site, "", reason))

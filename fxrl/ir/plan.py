@@ -131,15 +131,15 @@ class Plan:
         """This plan with a rollout before the step; ``stays`` (name -> bytes) is what the rollout
         holds during the step, too."""
         step = (replace(moment, parts={**moment.parts, **stays}) for moment in self.timeline)
-        timeline = (rollout, *step)
-        return replace(
-            self, timeline=timeline, peak_gpu_bytes=max(moment.bytes for moment in timeline)
-        )
+        return self._along(rollout, *step)
 
     def followed_by(self, moment: Moment) -> Plan:
         """This plan with one more moment at the end of its timeline."""
-        timeline = (*self.timeline, moment)
-        return replace(self, timeline=timeline, peak_gpu_bytes=max(one.bytes for one in timeline))
+        return self._along(*self.timeline, moment)
+
+    def _along(self, *timeline: Moment) -> Plan:
+        peak = max(moment.bytes for moment in timeline)
+        return replace(self, timeline=timeline, peak_gpu_bytes=peak)
 
     def to_json(self) -> str:
         """The plan as JSON: ``from_json`` reads it back."""

@@ -16,22 +16,41 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
-from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad
+from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad, reached
 from fxrl.ir.printer import Symbols, print_graph
+from fxrl.ir.remark import Refusal
 
 Cut = Literal["inputs", "attention", "fewest", "products", "vectors"]
 
-#: Bodies as text, each printed once: the layers of a model share one, and have many lines.
-_TEXTS: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
+T = TypeVar("T")
+
+
+def once_for_body(make: Callable[..., T]) -> Callable[..., T]:
+    """What ``make`` makes of a body, or why it refuses, is kept for as long as the body lives, by
+    its other arguments, the named ones apart: the layers of a model share one."""
+    known: WeakKeyDictionary[fx.GraphModule, dict[Any, T | Refusal]] = WeakKeyDictionary()
+
+    def kept(body: fx.GraphModule, *args: Any, **like: Any) -> T:
+        of_body = known.setdefault(body, {})
+        if args not in of_body:
+            try:
+                of_body[args] = make(body, *args, **like)
+            except Refusal as refusal:
+                of_body[args] = refusal.with_traceback(None)  # which would hold the body
+        if isinstance(made := of_body[args], Refusal):
+            raise Refusal(made.reason, made.cure, made.at)
+        return made
+
+    return kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +88,14 @@ class Region:
         return any(spec.tiled for spec in self.inputs)
 
     @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which of its inputs its backward computes a gradient for."""
+        return tuple(spec.needs_grad for spec in self.inputs)
+
+    @property
     def num_grads(self) -> int:
         """How many gradients its backward computes."""
-        return sum(spec.needs_grad for spec in self.inputs)
+        return sum(self.trained)
 
     @cached_property
     def id(self) -> str:
@@ -93,9 +117,7 @@ class Region:
     def _hash(self, specs: Sequence[InputSpec]) -> str:
         symbols = Symbols()
         inputs = [_signature(spec, symbols, str(spec.example.device)) for spec in specs]
-        if self.forward not in _TEXTS:
-            _TEXTS[self.forward] = print_graph(self.forward)
-        return self._digest(_TEXTS[self.forward], inputs)
+        return self._digest(_text(self.forward), inputs)
 
     def _digest(self, body: str, inputs: Sequence[str]) -> str:
         groups = [f"{self.groups} groups"] if self.groups > 1 else []
@@ -103,24 +125,27 @@ class Region:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def mark_grads(graph: fx.Graph, inputs: Sequence[InputSpec]) -> None:
-    """Mark which values of a region's graph need a gradient."""
-    for node, spec in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-        node.meta["requires_grad"] = spec.needs_grad
+@once_for_body
+def _text(body: fx.GraphModule) -> str:
+    return print_graph(body)
+
+
+def mark_grads(graph: fx.Graph, trained: Sequence[bool]) -> None:
+    """Mark which values of a region's graph need a gradient, where these inputs do."""
+    for node, mark in zip(graph.find_nodes(op="placeholder"), trained, strict=True):
+        node.meta["requires_grad"] = mark
     propagate_requires_grad(graph)
 
 
 def differentiated(forward: fx.GraphModule) -> list[bool]:
     """For each input of a region, whether any path from an output leads back to it without a
     ``detach`` (which marks what is read under ``no_grad``)."""
-    placeholders = forward.graph.find_nodes(op="placeholder")
-    reached, ahead = set(), [*forward.graph.find_nodes(op="output")]
-    while ahead:
-        node = ahead.pop()
-        if node not in reached:
-            reached.add(node)
-            ahead += [] if is_call(node, torch.ops.aten.detach.default) else node.all_input_nodes
-    return [node in reached for node in placeholders]
+
+    def attached(node: fx.Node) -> Sequence[fx.Node]:
+        return () if is_call(node, torch.ops.aten.detach.default) else node.all_input_nodes
+
+    found = {*reached([forward.graph.output_node()], attached)}
+    return [node in found for node in forward.graph.find_nodes(op="placeholder")]
 
 
 def _signature(spec: InputSpec, symbols: Symbols, device: str) -> str:

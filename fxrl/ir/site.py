@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from fxrl.ir.graph import graphs_of
+from fxrl.ir.graph import graphs_of, reached
 
 _KEY = "site"
 # An instance's own forward, as accelerate, TRL and layers captured once have: it holds the module.
@@ -78,15 +78,10 @@ def names_module(pattern: str, path: str) -> bool:
 
 def site_name(node: fx.Node) -> str:
     """The name of a value; of one that a pass made from nothing, by the nearest that has one."""
-    seen = {node}
-    queue = [node]
-    for near in queue:
+    for near in reached([node], lambda near: (*near.all_input_nodes, *near.users)):
         if _KEY in near.meta:
             found: str = near.meta[_KEY]
             return found if near is node else f"{found}.{op_name(node)}"
-        around = [n for n in (*near.all_input_nodes, *near.users) if n not in seen]
-        seen.update(around)
-        queue += around
     return node.name
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from fxrl.ir.graph import Size, is_call, shape_of
 from fxrl.ir.region import InputSpec
+from fxrl.ir.remark import Refusal
 
 V = TypeVar("V")
 aten = torch.ops.aten
@@ -220,11 +221,19 @@ class SizeTable:
                 self._rest.append(node)
         self._all: _Known[Place] | None = None
 
-    def arg(self, size: Size) -> int | fx.Node | None:
+    def arg(self, size: Any, at: fx.Node | None = None) -> int | fx.Node:
+        """``find``, for a value that needs the size. Raises ``Refusal`` where it is not told."""
+        if (found := self.find(size)) is None:
+            raise Refusal(f"the size {size} is told by no input", at=at)
+        return found
+
+    def find(self, size: Any) -> int | fx.Node | None:
         """``size`` as an argument of a graph call; None when it cannot be expressed.
 
         New nodes go to the graph's current insertion point; sort the graph afterwards.
         """
+        if not isinstance(size, (int, torch.SymInt)):
+            return None
         formula = self._inputs.formula(size)
         if formula is None:
             if self._all is None:

@@ -18,3 +18,19 @@ def once_differentiable(backward_op: Any) -> None:
         )
 
     backward_op.register_autograd(refuse)
+
+
+def turned_backward(product: Any) -> None:
+    """Let the backward of ``product(rows, weight, *options, transpose)``, whose weight is frozen,
+    be the same product the other way round."""
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        _, weight, *ctx.options, ctx.transpose = inputs
+        ctx.save_for_backward(*weight)
+
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+        weight = list(ctx.saved_tensors)
+        made = product(grad, weight, *ctx.options, not ctx.transpose)
+        return made, [None for _ in weight], *(None for _ in ctx.options), None
+
+    product.register_autograd(backward, setup_context=keep)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fxrl.ops import turned_backward
 from fxrl.ops.fp8 import BLOCK, E4M3, Recipe, dequantized, quantized_weight
 from fxrl.ops.linear_logprob.matmul import slices
 
@@ -118,18 +119,7 @@ def _(rows: Tensor, weight: Sequence[Tensor], format: str, transpose: bool) -> T
     return rows.new_empty((rows.shape[0], sizes(weight, format)[int(transpose)]))
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, weight, ctx.format, ctx.transpose = inputs
-    ctx.save_for_backward(*weight)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    weight = list(ctx.saved_tensors)
-    made = torch.ops.fxrl.dequantized_mm.default(grad, weight, ctx.format, not ctx.transpose)
-    return made, [None for _ in weight], None, None
-
-
-dequantized_mm.register_autograd(_backward, setup_context=_setup_context)
+turned_backward(dequantized_mm)
 
 
 @torch.library.custom_op(

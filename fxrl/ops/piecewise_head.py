@@ -45,7 +45,6 @@ import torch
 from torch import Tensor
 
 from fxrl.ops import dequantized, once_differentiable
-from fxrl.ops.fp8 import BLOCK
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
     MADE_IN_FORWARD,
@@ -72,7 +71,7 @@ from fxrl.ops.linear_logprob.op import (
     scaled_vectors,
 )
 from fxrl.ops.out_of_memory import join, with_room
-from fxrl.ops.sharded import Layout, Reader, piece_rows, shards_of
+from fxrl.ops.sharded import Layout, Reader, shards_of
 
 #: What a piece's values are combined by, beside the values of the same name.
 _BESIDE = {
@@ -83,9 +82,6 @@ _BESIDE = {
 }
 #: The format of a head of which each rank has a part.
 PART = "part"
-#: Bytes of a piece that is widened, at most: forward and backward of 4096 rows with Qwen3-8B's head
-#: in FP8 take 27.3 ms with it, 38.9 with half of it, bound by launches, and 27.2 with twice (H200).
-WIDENED = 256 * 2**20
 #: Rows for which a head is read at a time, whether they are scored or trained.
 ROWS = 8192
 #: Bytes of a sum that are written at a time, at most.
@@ -100,30 +96,20 @@ class Held(NamedTuple):
     vocab: int  # rows of the head
     dtype: torch.dtype  # that its pieces have when they are read
 
-    def shared(self) -> Layout | None:
-        """The layout of the ranks' parts; None if each rank has the whole head."""
-        kind, _, format = self.format.partition(":")
-        return Layout(self.vocab, self.dtype, format) if kind == PART else None
-
-    def width(self, values: Tensor) -> int:
-        """Columns of the head."""
-        if (layout := self.shared()) is not None:
-            return int(layout.columns(values.shape[1]))
-        return int(dequantized.sizes([values], self.format)[1])
+    @property
+    def layout(self) -> Layout:
+        """What its bytes mean, or those of this rank's part."""
+        return Layout(self.vocab, self.dtype, self.format.removeprefix(PART).removeprefix(":"))
 
     def piece_rows(self, values: Tensor) -> int:
         """Rows of a piece."""
-        if (layout := self.shared()) is not None:
-            return layout.step(values.shape[1])
-        row_bytes = self.width(values) * self.dtype.itemsize
-        rows = piece_rows(self.vocab, row_bytes, WIDENED)
-        return -(-rows // BLOCK) * BLOCK  # as scales by block want it
+        return self.layout.step(values.shape[1])
 
     def read(self, values: Tensor, reader: Reader) -> None:
         """Have the head read, piece by piece."""
         weight = [values] if self.weight_scale is None else [values, self.weight_scale]
-        if (layout := self.shared()) is not None:
-            shards_of(values).read(weight, layout, reader)
+        if self.format.startswith(PART):
+            shards_of(values).read(weight, self.layout, reader)
         else:
             step = self.piece_rows(values)
             dequantized.read(weight, self.format, self.dtype, step, reader)
@@ -131,7 +117,8 @@ class Held(NamedTuple):
     def whole(self, head: LossHead) -> LossHead:
         """The head with a weight of its sizes in full, and no memory, as checks look at it."""
         empty = head.hidden.detach().new_empty(())
-        return head._replace(weight=empty.expand(self.vocab, self.width(head.weight)))
+        columns = self.layout.columns(head.weight.shape[1])
+        return head._replace(weight=empty.expand(self.vocab, columns))
 
 
 _SEVEN = ", ".join(["Tensor"] * len(OUTPUTS))
@@ -246,19 +233,6 @@ def _piece(head: LossHead, at: slice, weight: Tensor) -> LossHead:
     return head._replace(weight=weight.to(head.hidden.dtype), target=target)
 
 
-def _some(head: LossHead, rows: slice) -> LossHead:
-    """The head of some rows."""
-    temperature, mask = head.temperature, head.row_mask
-    if temperature is not None and temperature.numel() > 1:
-        temperature = temperature[rows]
-    return head._replace(
-        hidden=head.hidden[rows],
-        target=head.target[rows],
-        temperature=temperature,
-        row_mask=None if mask is None else mask[rows],
-    )
-
-
 def _empty(head: LossHead, held: Held, names: Collection[str]) -> dict[str, Tensor]:
     """Uninitialised values: [pieces, N] for ``names``, [0] for the others."""
     pieces = -(-held.vocab // held.piece_rows(head.weight))
@@ -280,7 +254,7 @@ def _scored(
     check_target(held.whole(head))
     made = _empty(head, held, names)
     for rows in slices(head.hidden.shape[0], ROWS):
-        some = _some(head, rows)
+        some = head.of(rows)
         online = _Online(some) if vectors else None
         _score(some, held, {name: made[name][:, rows] for name in names}, online)
         if online is not None and vectors:
@@ -405,11 +379,7 @@ def piecewise_logprob_online(*positional: Any) -> tuple[Tensor, ...]:
 
 
 def _empty_online(positional: Sequence[Any]) -> tuple[Tensor, ...]:
-    head, _ = _unpacked(positional)
-    outputs, grad_outputs, save_vectors = positional[-3:]
-    arguments = ForwardArguments(
-        head, parse_outputs(outputs), parse_outputs(grad_outputs), save_vectors
-    )
+    arguments = ForwardArguments.unpack((*positional[:_FIELDS], *positional[-3:]))
     return arguments.new_result(torch.empty).pack()
 
 

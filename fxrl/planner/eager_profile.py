@@ -67,37 +67,29 @@ def profile(
     With ``given``, of the values made before these ops only those in ``given`` count, but gradients
     of weights count as well.
     """
-    return _Lives(nodes, measure, cost_of, given).profile()
+    lives = _Lives(nodes, measure, given)
+    lives.values(lives.calls(cost_of))
+    lives.gradients()
+    forward, backward = lives.bytes[: len(nodes)], lives.bytes[len(nodes) :]
+    later = max(0, max(backward, default=0) - lives.kept)
+    return Profile(max(forward, default=0), lives.kept, later)
 
 
 class _Lives:
     """The bytes alive at each moment: all forwards in order, then all backwards, last op first."""
 
     def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        measure: Measure,
-        cost_of: Callable[[fx.Node], CallCost | None],
-        given: Collection[fx.Node] | None,
+        self, nodes: Sequence[fx.Node], measure: Measure, given: Collection[fx.Node] | None
     ) -> None:
         self._nodes, self._measure, self._given = nodes, measure, given
         self._place = {node: index for index, node in enumerate(nodes)}
-        self._bytes = [0] * (2 * len(nodes))
-        self._kept = 0
-        self._values(self._calls(cost_of))
-        self._gradients()
-
-    def profile(self) -> Profile:
-        count = len(self._nodes)
-        forward, backward = self._bytes[:count], self._bytes[count:]
-        most = max(backward, default=0)
-        return Profile(max(forward, default=0), self._kept, max(0, most - self._kept))
+        self.bytes, self.kept = [0] * (2 * len(nodes)), 0
 
     def _alive(self, size: int, first: int, last: int) -> None:
         for moment in range(first, last + 1):
-            self._bytes[moment] += size
+            self.bytes[moment] += size
         if first < len(self._nodes) <= last:
-            self._kept += size
+            self.kept += size
 
     def _backward(self, node: fx.Node) -> int:
         return 2 * len(self._nodes) - 1 - self._place[_maker(node)]
@@ -111,7 +103,7 @@ class _Lives:
     def _read_behind(self, value: fx.Node) -> bool:
         return any(n not in self._place and n.op != "output" for n in readers_of(value))
 
-    def _calls(self, cost_of: Callable[[fx.Node], CallCost | None]) -> dict[fx.Node, int]:
+    def calls(self, cost_of: Callable[[fx.Node], CallCost | None]) -> dict[fx.Node, int]:
         """Add what calls take themselves. Returns, for each value, when the last backward that
         reads it runs."""
         saved_by: dict[fx.Node, int] = {}
@@ -122,9 +114,9 @@ class _Lives:
                 saved_by[value] = max(saved_by.get(value, 0), ends)
             if cost.kept_bytes:
                 self._alive(cost.kept_bytes, here, ends)
-            self._bytes[here] += cost.forward_bytes
+            self.bytes[here] += cost.forward_bytes
             if needs_grad(node):
-                self._bytes[ends] += cost.backward_bytes
+                self.bytes[ends] += cost.backward_bytes
         return saved_by
 
     def _own_cost(self, node: fx.Node) -> CallCost:
@@ -132,7 +124,7 @@ class _Lives:
         inside = workspace(node, self._measure)
         return CallCost(tuple(read_later(node)), 0, inside, inside if is_exchange(node) else 0)
 
-    def _values(self, saved_by: Mapping[fx.Node, int]) -> None:
+    def values(self, saved_by: Mapping[fx.Node, int]) -> None:
         place, end = self._place, len(self._nodes) - 1
         read = {base_of(arg) for node in self._nodes for arg in node.all_input_nodes}
         ahead = sorted(value for value in read - place.keys() if self._counts(value))
@@ -144,7 +136,7 @@ class _Lives:
             last = end if node in place and self._read_behind(node) else last
             self._alive(nbytes(node, self._measure), first, max(last, saved_by.get(node, 0)))
 
-    def _gradients(self) -> None:
+    def gradients(self) -> None:
         count, lives = len(self._nodes), dict[fx.Node, tuple[int, int, int]]()
         for value, starts in self._graded():
             last = self._backward(value) if value in self._place else 2 * count - 1

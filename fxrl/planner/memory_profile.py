@@ -185,7 +185,7 @@ def workspace(call: fx.Node, measure: Measure) -> int:
     if is_dequantized(call):
         return _WIDENING * dequantized.TILE
     if (read := shared_weight(call)) is not None and read.format:
-        return min(2 * sharded.WIDENED, 4 * read.rows * read.row_bytes(measure))
+        return min(sharded.WIDENED, 4 * read.rows * read.row_bytes(measure))
     if is_scaled(call):
         weight: Any = call.args[2]
         return nbytes(weight, measure) if call.args[4] else 0

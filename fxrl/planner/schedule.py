@@ -14,7 +14,7 @@ against measured steps (tests/planner/test_against_measurements.py).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -29,11 +29,14 @@ from fxrl.ir.graph import (
     SHARDED_MM,
     SHARDED_ROWS,
     as_node,
+    base_of,
     bound,
     is_call,
     is_loss_head,
     is_piecewise_product,
     is_view,
+    reached,
+    readers_of,
     shape_of,
     tensor_val,
 )
@@ -149,18 +152,12 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 def owner(node: fx.Node) -> fx.Node:
     """The node that owns the memory of a value."""
-    while _looks(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return base_of(node, _looks)
 
 
 def result(node: fx.Node) -> fx.Node:
     """Like ``owner``, but of a call with several results the element, not the call."""
-    while (
-        not is_call(node, operator.getitem) and _looks(node) and isinstance(node.args[0], fx.Node)
-    ):
-        node = node.args[0]
-    return node
+    return base_of(node, lambda node: _looks(node) and not is_call(node, operator.getitem))
 
 
 def _looks(node: fx.Node) -> bool:
@@ -190,7 +187,7 @@ def _is_reduction(node: fx.Node) -> bool:
 
 class _Schedule:
     def __init__(self, gm: fx.GraphModule) -> None:
-        (self._output,) = gm.graph.find_nodes(op="output")
+        self._given = set(map(owner, gm.graph.output_node().all_input_nodes))
         self._nodes = [
             node
             for node in gm.graph.nodes
@@ -207,12 +204,10 @@ class _Schedule:
     # -- which values are buffers
     def _find_buffers(self) -> set[fx.Node]:
         buffers = set(self._called)
-        given = set(map(owner, self._output.all_input_nodes))
         for node in self._nodes:
-            readers = list(_readers(node))
-            if node not in buffers and (
-                node in given or _is_reduction(node) or any(r in self._called for r in readers)
-            ):
+            readers = list(readers_of(node, _looks))
+            stays = node in self._given or _is_reduction(node)
+            if stays or not self._called.isdisjoint(readers):
                 buffers.add(node)
             found: set[fx.Node] = set()
             for arg in filter(_holds_tensors, map(owner, node.all_input_nodes)):
@@ -248,17 +243,13 @@ class _Schedule:
         self, node: fx.Node, group: Sequence[fx.Node], groups: Sequence[Sequence[fx.Node]]
     ) -> bool:
         """Whether a value needs the group through something else, so that it cannot join."""
-        group_of = {n: tuple(g) for g in groups for n in g}
-        seen: set[fx.Node] = set()
-        ahead = [read for read in self._reads[node] if read not in group]
-        while ahead:
-            for member in group_of.get(one := ahead.pop(), ()):
-                if one in group:
-                    return True
-                if member not in seen:
-                    seen.add(member)
-                    ahead += self._reads[member]
-        return False
+        group_of = {n: g for g in groups for n in g}
+
+        def needs(value: fx.Node) -> list[fx.Node]:
+            return [read for made in group_of.get(value, ()) for read in self._reads[made]]
+
+        ahead = reached(self._reads[node].difference(group), needs)
+        return not {*group}.isdisjoint(ahead)
 
     def _iterates(self, node: fx.Node) -> Volume:
         """Elements that a kernel goes over for a value: all that a reduction reads."""
@@ -292,18 +283,7 @@ class _Schedule:
 
     def _leaves(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether anybody outside of its kernel reads a value."""
-        if node in map(owner, self._output.all_input_nodes):
-            return True
-        return any(
+        return node in self._given or any(
             node in reads and reader in self._buffers and reader not in inside
             for reader, reads in self._reads.items()
         )
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that compute with a value or with views of it."""
-    for user in node.users:
-        if _looks(user) and user.op == "call_function":
-            yield from _readers(user)
-        else:
-            yield user

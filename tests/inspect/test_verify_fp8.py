@@ -76,10 +76,10 @@ MISTAKES = {torch.float32: 0.05, torch.bfloat16: 0.3}
 
 @pytest.mark.parametrize("dtype", MISTAKES)
 def test_a_mistake_is_found_and_blamed(dtype, monkeypatch):
-    right = fp8_lora._Swap._swap
+    right = fp8_lora._swap
 
-    def wrong(self, product, weight):
-        right(self, product, weight)
+    def wrong(product, weight, gradient):
+        right(product, weight, gradient)
         for made in product.graph.find_nodes(op="call_function", target=ops.fp8_linear.default):
             if shape_of(made.args[3]) == (32, 48) and not made.meta.get("planted"):
                 with product.graph.inserting_after(made):
@@ -90,7 +90,7 @@ def test_a_mistake_is_found_and_blamed(dtype, monkeypatch):
                 made.meta["planted"] = True
                 made.replace_all_uses_with(other, lambda user, other=other: user is not other)
 
-    monkeypatch.setattr(fp8_lora._Swap, "_swap", wrong)
+    monkeypatch.setattr(fp8_lora, "_swap", wrong)
     found = verified(gated(1).to(dtype))
     assert not found.ok, str(found)
     assert found.blame == ("fp8-lora @ 0:blocks.0.down/mm",)

@@ -105,7 +105,7 @@ def test_what_the_inputs_do_not_tell_is_not_guessed(name):
     for index, val in enumerate(tensors):
         graph.placeholder(f"x{index}").meta["val"] = val
     asked = size(*sizes.symbols)
-    assert SizeTable(graph).arg(asked) is None
+    assert SizeTable(graph).find(asked) is None
     bound = BoundSizes([InputSpec(val, False, False) for val in tensors])
     assert bound.evaluate(asked, dict.fromkeys(bound.names, 5)) is None
 

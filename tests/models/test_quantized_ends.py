@@ -11,7 +11,7 @@ from torch import nn
 import fxrl
 from fxrl.models import ModelError, Quantization, Quantized, QuantizedLinear, load_model
 from fxrl.models.quantized import QuantizedEmbedding, dtype_of, quantize
-from fxrl.ops import piecewise_head
+from fxrl.ops import piecewise_head, sharded
 from fxrl.ops.dequantized import FORMATS, quantized, widened
 from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
 from tests.models.test_sharded import HEADS, adapted, draw, loss_and_gradients, token_loss
@@ -23,7 +23,7 @@ IDS = torch.arange(3, 15)[None]
 @pytest.fixture(autouse=True)
 def _pieces(monkeypatch):
     """Of 128 tokens, so that a vocabulary of 321 is three; nothing compiled before is found."""
-    monkeypatch.setattr(piecewise_head, "WIDENED", 1)
+    monkeypatch.setattr(sharded, "WIDENED", 1)
     torch._dynamo.reset()
 
 

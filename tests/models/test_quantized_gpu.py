@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxrl.kernels import register
-from fxrl.ops import piecewise_head
+from fxrl.ops import piecewise_head, sharded
 from fxrl.ops.dequantized import dequantized_rows, quantized, widened
 from fxrl.ops.linear_logprob import linear_logprob
 
@@ -17,7 +17,7 @@ KINDS = [("fp8", "row"), ("fp8", "block"), ("fp8", "tensor"), ("nf4", "row"), ("
 
 @pytest.mark.parametrize(("format", "recipe"), KINDS)
 def test_pieces_on_a_gpu_are_the_head_in_full(format, recipe, monkeypatch):
-    monkeypatch.setattr(piecewise_head, "WIDENED", 8 * 2**20)
+    monkeypatch.setattr(sharded, "WIDENED", 8 * 2**20)
     register()
     torch.manual_seed(0)
     weight = (torch.randn(20011, 1024, device="cuda") / 32).bfloat16()

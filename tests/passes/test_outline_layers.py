@@ -280,7 +280,7 @@ def test_missed_size_that_no_input_has():
     report = OutlineLayers().run(gm)
     assert_expected_inline(
         re.sub(r"\bs\d+", "s", plain(report)),
-        """missed: outline-layers @ 0:blocks.0-1: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors (at %trunc)""",
+        """missed: outline-layers @ 0:blocks.0-1: the size TruncToInt(0.5*ToFloat(s)) is told by no input (at %trunc)""",
     )
     assert print_graph(gm) == before
     assert not regions_of(gm)
@@ -292,7 +292,7 @@ def test_a_part_that_cannot_be_outlined_is_left_and_named():
     report = OutlineLayers().run(gm)
     assert_expected_inline(
         re.sub(r"\bs\d+", "s", plain(report)),
-        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled body; 2 parts run op by op: %trunc = TruncToInt(0.5*ToFloat(s)) cannot be read off the input tensors""",
+        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled body; 2 parts run op by op: the size TruncToInt(0.5*ToFloat(s)) is told by no input""",
     )
     assert printed(gm).count("fxrl.region.default") == 2
     assert printed(gm).count("aten.tanh.default") == 2

@@ -29,6 +29,7 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
     IS_PART,
+    MATRIX_PRODUCTS,
     QUANTIZE_ROWS,
     QUANTIZED_PRODUCTS,
     RESHAPES,
@@ -73,7 +74,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
         aten.cumprod.default, aten.logcumsumexp.default, aten.sort.default, aten.sort.stable,
         aten.argsort.default, aten.topk.default, aten.cummax.default, aten.cummin.default)),
     (compute.layer_norm, (aten.native_layer_norm.default,)),
-    (compute.matrix_product, (aten.mm.default, aten.addmm.default, *QUANTIZED_PRODUCTS)),
+    (compute.matrix_product, (*MATRIX_PRODUCTS, *QUANTIZED_PRODUCTS)),
     (compute.vector_product, (aten.mv.default,)),
     (compute.row_products, (aten.bmm.default,)),
     (compute.quantized_rows, (QUANTIZE_ROWS,)),
@@ -400,7 +401,7 @@ def _head_key(expr: RowExpr) -> tuple[fx.Node, int] | None:
 
 
 def _is_product(expr: RowExpr) -> bool:
-    return expr.target in (aten.mm.default, aten.addmm.default) or is_quantized_product(expr)
+    return expr.target in MATRIX_PRODUCTS or is_quantized_product(expr)
 
 
 def programs(outputs: list[RowOutput]) -> list[RowProgram]:

@@ -123,7 +123,7 @@ def reduction(rules: RowRules, node: fx.Node) -> Rows:
     tags = tuple(
         LOCAL if d in dims else tag for d, tag in enumerate(value.tags) if keep or d not in dims
     )
-    return _results(rules, node, tags, self=value.expr, dim=dim)
+    return rules.call(node, tags, self=value.expr, dim=dim)
 
 
 def whole_row(rules: RowRules, node: fx.Node) -> Rows:
@@ -138,20 +138,7 @@ def whole_row(rules: RowRules, node: fx.Node) -> Rows:
         if isinstance(given["k"], fx.Node):
             raise Refusal(f"{op_name(node)} takes a number that only the running step knows")
         tags = value.retagged(dim, rules.tag_of_size(given["k"]))
-    return _results(rules, node, tags, self=value.expr, dim=value.local_dim(dim))
-
-
-def _results(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...], **changed: Any) -> Rows:
-    """One row value, or one per output when the op returns several tensors."""
-    args, kwargs = with_arguments(node, **changed)
-    expr = rules.pool.call(node.target, *args, **kwargs)
-    val = node.meta["val"]
-    if isinstance(val, torch.Tensor):
-        return RowValue(expr, tags, tuple(val.shape))
-    return tuple(
-        RowValue(rules.pool.call(operator.getitem, expr, index), tags, tuple(item.shape))
-        for index, item in enumerate(val)
-    )
+    return rules.call(node, tags, self=value.expr, dim=value.local_dim(dim))
 
 
 def layer_norm(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
@@ -323,7 +310,7 @@ def quantized_rows(rules: RowRules, node: fx.Node) -> Rows:
     value = sole_row(rules, node)
     if value.is_token(-1) or not value.is_token(0):
         raise Refusal("a matrix product contracts tokens")
-    return _results(rules, node, value.tags, x=value.expr)
+    return rules.call(node, value.tags, x=value.expr)
 
 
 def vector_product(rules: RowRules, node: fx.Node) -> RowValue:

@@ -110,11 +110,7 @@ class RowEmitter:
     def _sized(self, arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):
             return [self._sized(item) for item in arg]
-        if not isinstance(arg, torch.SymInt):
-            return arg
-        if (size := self.sizes.arg(arg)) is None:
-            raise Refusal(f"the size {arg} is not available as a graph value")
-        return size
+        return self.sizes.arg(arg) if isinstance(arg, torch.SymInt) else arg
 
     def _regroup(self, node: fx.Node, old: tuple[Any, ...], new: tuple[Any, ...]) -> fx.Node:
         """Reshape the token dims; the rows and their order stay."""
@@ -126,7 +122,7 @@ class RowEmitter:
 
     def shape(self, tokens: tuple[Any, ...], rest: Iterable[Any]) -> list[Any]:
         """A reshape target; one unknown token size may be -1."""
-        args = [self.sizes.arg(size) for size in tokens]
+        args = [self.sizes.find(size) for size in tokens]
         missing = args.count(None)
         if missing > 1:
             raise Refusal("two token sizes are not available as graph values")

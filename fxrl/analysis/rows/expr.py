@@ -95,22 +95,14 @@ class GivenGradient:
     values: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RowExpr:
     """A node of the expression DAG: a leaf, or an op over expressions. Compare by identity."""
 
-    __slots__ = ("args", "kwargs", "leaf", "target")
-
-    def __init__(
-        self,
-        target: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: tuple[tuple[str, Any], ...] = (),
-        leaf: Leaf | None = None,
-    ) -> None:
-        self.target = target
-        self.args = args
-        self.kwargs = kwargs
-        self.leaf = leaf
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    leaf: Leaf | None = None
 
     def operands(self) -> Iterator[RowExpr]:
         for arg in (*self.args, *(value for _, value in self.kwargs)):
@@ -238,6 +230,11 @@ class RowValue:
     @property
     def local_sizes(self) -> tuple[Size, ...]:
         return tuple(s for s, tag in zip(self.sizes, self.tags, strict=True) if tag != TOKEN)
+
+    @property
+    def tokens(self) -> tuple[bool, ...]:
+        """Of each dim whether it runs over tokens."""
+        return tuple(tag == TOKEN for tag in self.tags)
 
     def is_token(self, dim: int) -> bool:
         """Whether ``dim`` runs over tokens."""

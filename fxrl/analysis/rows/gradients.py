@@ -131,9 +131,7 @@ class _Backward:
     def gradient(self, grad: fx.Node, like: RowValue) -> RowExpr:
         """The expression of an input's gradient."""
         found = self._rules.row(grad)
-        if found is None or list(map(found.is_token, range(len(found.tags)))) != list(
-            map(like.is_token, range(len(like.tags)))
-        ):
+        if found is None or found.tokens != like.tokens:
             raise Refusal("the backward of an autograd.Function gives no row of a gradient")
         return self._closed(found.expr)
 

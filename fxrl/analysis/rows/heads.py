@@ -16,6 +16,7 @@ from fxrl.ir.graph import (
     AUTOGRAD_FUNCTION,
     COPIES,
     FP8_LINEAR,
+    MATRIX_PRODUCTS,
     PRODUCTS,
     WRAPPERS,
     HigherOrderOperator,
@@ -27,6 +28,7 @@ from fxrl.ir.graph import (
     is_quantized_product,
     is_tensor,
     is_view,
+    reached,
     shape_of,
     val_of,
 )
@@ -89,7 +91,7 @@ def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in products
-        if is_call(node, aten.mm.default, aten.addmm.default) and not is_amplifier(node)
+        if is_call(node, *MATRIX_PRODUCTS) and not is_amplifier(node)
         if hint(shape_of(node)[-1]) > 1 and after[node].bit_count() == 1 and feeds_class_op(node)
     ]
 
@@ -127,7 +129,7 @@ def is_amplifier(node: fx.Node) -> bool:
     """Whether a product widens its rows: more columns out than features in, one batch."""
     if is_quantized_product(node):
         return hint(shape_of(node)[-1]) > hint(shape_of(factors(node)[0])[-1])
-    if not is_call(node, aten.mm.default, aten.addmm.default, aten.bmm.default):
+    if not is_call(node, *MATRIX_PRODUCTS, aten.bmm.default):
         return False
     rows, weight, _ = factors(node)
     if node.target is aten.bmm.default and hint(shape_of(weight)[0]) != 1:
@@ -154,9 +156,8 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _keeps_width(node: fx.Node, width: int) -> bool:
-    if not is_call(node, aten.mm.default, aten.addmm.default):
-        return False
-    return not is_amplifier(node) and hint(shape_of(node)[-1]) >= width
+    rows_by_matrix = is_call(node, *MATRIX_PRODUCTS)
+    return rows_by_matrix and not is_amplifier(node) and hint(shape_of(node)[-1]) >= width
 
 
 def _downstream(graph: fx.Graph, products: list[fx.Node]) -> dict[fx.Node, int]:
@@ -191,17 +192,17 @@ def _of_weights(node: fx.Node) -> bool:
 def _adapts(node: fx.Node) -> bool:
     """Whether a product is added to one beside it that widens nothing: an adapter's second factor,
     in a graph that ends behind its layer."""
-    stack = [node]
-    while stack:
-        here = stack.pop()
-        for user in here.users:
-            if is_call(user, aten.add.Tensor):
-                others = [base_of(arg) for arg in user.all_input_nodes if arg is not here]
-                narrow = [one for one in others if _is_layer(one) and not is_amplifier(one)]
-                if any(node not in ancestors([one]) for one in narrow):
-                    return True
-            elif is_view(user) or is_call(user, aten.mul.Tensor, *COPIES):
-                stack.append(user)
+
+    def scaled(here: fx.Node) -> list[fx.Node]:
+        scales = (aten.mul.Tensor, *COPIES)
+        return [user for user in here.users if is_view(user) or is_call(user, *scales)]
+
+    for here in reached([node], scaled):
+        for add in (user for user in here.users if is_call(user, aten.add.Tensor)):
+            others = [base_of(arg) for arg in add.all_input_nodes if arg is not here]
+            narrow = [one for one in others if _is_layer(one) and not is_amplifier(one)]
+            if any(node not in ancestors([one]) for one in narrow):
+                return True
     return False
 
 
@@ -209,20 +210,12 @@ def feeds_class_op(head: fx.Node) -> bool:
     """Whether a softmax, gather, argmax or sort reads a product through elementwise and layout ops
     alone, as those of a loss head or a router are read."""
     width = hint(shape_of(head)[-1])
-    seen: set[fx.Node] = set()
-    stack = [head]
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if is_call(user, *CLASS_OPS):
-                val = node.meta.get("val")
-                if isinstance(val, torch.Tensor) and width in [hint(s) for s in val.shape]:
-                    return True
-            if user in seen or not _transparent(user):
-                continue
-            seen.add(user)
-            stack.append(user)
-    return False
+    seen = reached([head], lambda node: filter(_transparent, node.users))
+    return any(
+        is_tensor(node) and width in map(hint, shape_of(node))
+        for node in seen
+        if any(is_call(user, *CLASS_OPS) for user in node.users)
+    )
 
 
 def _transparent(node: fx.Node) -> bool:

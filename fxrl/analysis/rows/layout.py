@@ -24,6 +24,7 @@ from fxrl.analysis.rows.expr import (
 )
 from fxrl.analysis.rows.rules import (
     RowRules,
+    Rows,
     dims_of,
     is_one,
     op_name,
@@ -186,7 +187,7 @@ def _order(node: fx.Node, rank: int) -> list[int]:
     return order
 
 
-def reorder(rules: RowRules, node: fx.Node) -> RowValue:
+def reorder(rules: RowRules, node: fx.Node) -> Rows:
     """``flip`` and ``roll`` of local dims."""
     value = sole_row(rules, node)
     dims = dims_of(bound(node)["dims"], len(value.tags))
@@ -352,7 +353,7 @@ def _with_unit(rules: RowRules, row: RowValue, dim: int) -> RowValue:
     return reshaped(rules, row, tags, (*row.sizes[:dim], 1, *row.sizes[dim:]))
 
 
-def pad(rules: RowRules, node: fx.Node) -> RowValue:
+def pad(rules: RowRules, node: fx.Node) -> Rows:
     """Padding of local dims, or of tokens with zeros; ``pads`` is (before, after) from the last."""
     value, sizes = sole_row(rules, node), shape_of(node)
     pads = bound(node)["pad"]
@@ -399,7 +400,7 @@ def _matching(
     return operand(rules, other, tags, sizes, each=True, any_width=any_width)
 
 
-def gather(rules: RowRules, node: fx.Node) -> RowValue:
+def gather(rules: RowRules, node: fx.Node) -> Rows:
     value, given = sole_row(rules, node), bound(node)
     dim = _own_dim(value, given["dim"], "gather")
     index = _matching(rules, value, given["index"], dim, "gather's index", any_width=True)
@@ -407,7 +408,7 @@ def gather(rules: RowRules, node: fx.Node) -> RowValue:
     return rules.call(node, tags, self=value.expr, dim=value.local_dim(dim), index=index)
 
 
-def scatter(rules: RowRules, node: fx.Node) -> RowValue:
+def scatter(rules: RowRules, node: fx.Node) -> Rows:
     value, given = sole_row(rules, node), bound(node)
     dim = _own_dim(value, given["dim"], "scatter")
     rows = {  # of as many entries as there are tokens, where those are listed that came before
@@ -442,7 +443,7 @@ def _ids(rules: RowRules, index: fx.Node) -> RowExpr:
     return shared_leaf(rules, index)
 
 
-def write_columns(rules: RowRules, node: fx.Node) -> RowValue:
+def write_columns(rules: RowRules, node: fx.Node) -> Rows:
     """``index_fill``, ``index_add`` and ``index_copy`` of a local dim; ``index_fill`` of tokens."""
     value, given = sole_row(rules, node), bound(node)
     if value.is_token(given["dim"] % len(value.tags)) and "source" not in given:
@@ -603,7 +604,7 @@ def index_put(rules: RowRules, node: fx.Node) -> RowValue:
     value, given = sole_row(rules, node), bound(node)
     (dims, where), *more = spans = _spans(given["indices"])
     written = given["values"]
-    one_each = len(more) == 1 and list(map(value.is_token, range(len(value.tags)))) == [True, False]
+    one_each = len(more) == 1 and value.tokens == (True, False)
     if one_each and _takes_all_rows(rules, spans[:1], value):
         return _write_entries(rules, node, value, more[0][1])
     if more or given["accumulate"] or not all(map(is_one, shape_of(written))):
@@ -630,10 +631,10 @@ def _placed(rules: RowRules, node: fx.Node) -> RowValue:
     masked = any(val_of(at).dtype == torch.bool for _, at in spans)
     rank = 1 if masked else max(len(shape_of(at)) for _, at in spans)
     followed = dims == list(range(len(dims))) and not (masked and len(spans) > 1)
-    rows = [True] * rank + [False] * (len(sizes) - len(dims))
+    rows = (True,) * rank + (False,) * (len(sizes) - len(dims))
     if (
         value is None
-        or list(map(value.is_token, range(len(value.tags)))) != rows
+        or value.tokens != rows
         or not (followed and _is_zero(given["self"]) and _vanishes(value.expr))
         or given["accumulate"]
     ):
@@ -685,7 +686,7 @@ def _membership(rules: RowRules, value: RowValue, dim: int, where: fx.Node) -> R
     return rules.pool.call(aten.reshape.default, mask, (width, *(1,) * after))
 
 
-def write_part(rules: RowRules, node: fx.Node) -> RowValue:
+def write_part(rules: RowRules, node: fx.Node) -> Rows:
     """``slice_scatter`` and ``select_scatter``, as functionalised writes into a view are."""
     given = bound(node)
     source, row = given["src"], rules.row(given["src"])
@@ -694,11 +695,11 @@ def write_part(rules: RowRules, node: fx.Node) -> RowValue:
         return row
     value = sole_row(rules, node)
     dim = given["dim"] % len(value.tags)
-    own = list(value.tags) if is_slice else [*value.tags[:dim], *value.tags[dim + 1 :]]
+    own = value.tags if is_slice else (*value.tags[:dim], *value.tags[dim + 1 :])
     if row is None:
         if value.is_token(dim):
             raise Refusal("tokens of the logits are overwritten by a value that is no row")
-        part = operand(rules, source, tuple(own), shape_of(source), each=True)
+        part = operand(rules, source, own, shape_of(source), each=True)
         return rules.call(node, value.tags, self=value.expr, src=part, dim=value.local_dim(dim))
     if value.is_token(dim):
         args = slice_bounds(node) if is_slice else (given["index"],)
@@ -710,7 +711,7 @@ def write_part(rules: RowRules, node: fx.Node) -> RowValue:
             written = rules.pool.call(aten.reshape.default, written, (-1, *local))
         expr = rules.pool.call(PATCHED, value.expr, written, step)
         return RowValue(expr, value.tags, value.sizes)
-    if [tag == TOKEN for tag in own] != [tag == TOKEN for tag in row.tags]:
+    if row.tokens != tuple(tag == TOKEN for tag in own):
         raise Refusal("a slice of the vocabulary is overwritten by other tokens")
     return rules.call(node, value.tags, self=value.expr, src=row.expr, dim=value.local_dim(dim))
 

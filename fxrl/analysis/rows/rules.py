@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,41 +57,25 @@ Rows = RowValue | tuple[RowValue, ...]
 Rule = Callable[["RowRules", fx.Node], Rows]
 
 
+@dataclass(eq=False)
 class RowRules:
-    """Applies the rules and remembers what every visited node is.
+    """Applies the rules and remembers what every visited node is."""
 
-    Attributes:
-        values: row value of each node that is one; a tuple for ops with several outputs.
-        wide: from which size on a local dim counts as vocabulary-sized.
-        narrow_products: whether rows that are narrow again may be multiplied once more.
-        guards: whether sizes that are equal as seen may be taken as such, by a guard.
-        asserted: pairs of sizes that the graph asserts to be equal when it runs.
-    """
-
-    def __init__(
-        self,
-        wide: int,
-        table: Mapping[Any, Rule],
-        pointwise: Rule,
-        *,
-        narrow_products: bool = False,
-        guards: bool = True,
-        asserted: Set[frozenset[str]] = frozenset(),
-    ) -> None:
-        self.pool = ExprPool()
-        self._guards = guards
-        self._asserted = asserted
-        self.narrow_products = narrow_products
-        self._wide = wide
-        self.values: dict[fx.Node, Rows] = {}
-        self._table = table
-        self._pointwise = pointwise
+    wide: int  # from which size on a local dim counts as vocabulary-sized
+    table: Mapping[Any, Rule]  # by op, or by its name
+    pointwise: Rule  # of elementwise ops that the table does not list
+    narrow_products: bool  # whether rows that are narrow again may be multiplied once more
+    guards: bool  # whether sizes that are equal as seen may be taken as such, by a guard
+    asserted: Set[frozenset[str]]  # pairs of sizes that the graph asserts to be equal when it runs
+    pool: ExprPool = field(default_factory=ExprPool, init=False)
+    # Row value of each node that is one; a tuple for ops with several outputs.
+    values: dict[fx.Node, Rows] = field(default_factory=dict, init=False)
 
     def apply(self, node: fx.Node) -> Rows:
         """``node`` as rows. Raises ``Refusal`` if it mixes tokens, draws random numbers, or has no
         rule."""
         target: Any = node.target
-        rule = self._table.get(target) or self._table.get(str(target))
+        rule = self.table.get(target) or self.table.get(str(target))
         if rule is not None:
             return rule(self, node)
         if not isinstance(target, OpOverload):
@@ -101,7 +86,7 @@ class RowRules:
         if draws_random(node):
             raise Refusal(f"{target} draws random numbers, which a recompute would repeat")
         if is_pointwise(node):
-            return self._pointwise(self, node)
+            return self.pointwise(self, node)
         raise Refusal(f"no row rule for {target}")
 
     def follow(self, node: fx.Node) -> None:
@@ -114,14 +99,7 @@ class RowRules:
 
     def fresh(self) -> RowRules:
         """Equal rules for another graph."""
-        return RowRules(
-            self._wide,
-            self._table,
-            self._pointwise,
-            narrow_products=self.narrow_products,
-            guards=self._guards,
-            asserted=self._asserted,
-        )
+        return replace(self)
 
     def row(self, node: object) -> RowValue | None:
         """The row value of a graph value, or None."""
@@ -129,7 +107,7 @@ class RowRules:
         return value if isinstance(value, RowValue) else None
 
     def tag_of_size(self, size: Size) -> Tag:
-        return VOCAB if hint(size) >= self._wide else LOCAL
+        return VOCAB if hint(size) >= self.wide else LOCAL
 
     def resized(self, tags: tuple[Tag, ...], sizes: tuple[Size, ...]) -> tuple[Tag, ...]:
         """The tags of the same dims with other sizes, of which tokens stay tokens."""
@@ -138,14 +116,19 @@ class RowRules:
 
     def same_size(self, left: Size, right: Size) -> bool:
         """Whether two sizes are equal in each batch that this capture runs."""
-        if frozenset((str(left), str(right))) in self._asserted:
+        if frozenset((str(left), str(right))) in self.asserted:
             return True
-        return equal_sizes(left, right) if self._guards else str(left) == str(right)
+        return equal_sizes(left, right) if self.guards else str(left) == str(right)
 
-    def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> RowValue:
-        """``node`` as the same op on rows, with some arguments (by name) others."""
+    def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> Rows:
+        """``node`` as the same op on rows, with some arguments (by name) others; a row value for
+        each tensor where it returns several."""
         args, kwargs = with_arguments(node, **changed)
-        return RowValue(self.pool.call(node.target, *args, **kwargs), tags, shape_of(node))
+        expr, val = self.pool.call(node.target, *args, **kwargs), node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return RowValue(expr, tags, tuple(val.shape))
+        items = (self.pool.call(operator.getitem, expr, index) for index in range(len(val)))
+        return tuple(RowValue(i, tags, tuple(x.shape)) for i, x in zip(items, val, strict=True))
 
 
 def op_name(node: fx.Node) -> str:

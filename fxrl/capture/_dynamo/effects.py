@@ -64,9 +64,7 @@ def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if _in_body(tx) or not known or None in told:
         return _print(self, tx, args, kwargs)
     names = ConstantVariable.create(tuple(named))
-    tx.output.root_tx.debug_locals.append(
-        (_Teller(self.value), [self, names, *named.values(), *told])
-    )
+    tx.output.root_tx.debug_locals.append((_AtEnd(tell), [self, names, *named.values(), *told]))
     return ConstantVariable.create(None)
 
 
@@ -86,15 +84,16 @@ def _may_wait(name: str, value: Any) -> bool:
     return isinstance(value, ConstantVariable) or (name == "file" and value.source is not None)
 
 
-class _Teller(DebuggingVariable):
-    """Calls a function that tells with its keywords, which Dynamo leaves out."""
+class _AtEnd(DebuggingVariable):
+    """Behind the graph, code calls this function of fxrl's."""
 
     def reconstruct(self, codegen: Any) -> None:
-        codegen.load_import_from(__name__, tell.__name__)
+        codegen.load_import_from(self.value.__module__, self.value.__name__)
 
 
 def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) -> None:
-    """``function``, by captured code: with keywords of these names, whose values come first."""
+    """``function``, by captured code: with keywords of these names, which Dynamo leaves out, and
+    whose values come first."""
     function(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
 
@@ -140,7 +139,7 @@ def _hooked(self: Any, tx: Any, name: str, hook: Any) -> Any:
     may_wait = name == "register_hook" and ignored and not self.source and not _in_body(tx)
     if not may_wait or not _looks_away(hook):
         return _register_hook(self, tx, name, hook)
-    tx.output.root_tx.debug_locals.append((_HookHanger(hang_on_loss), [hook]))
+    tx.output.root_tx.debug_locals.append((_AtEnd(hang_on_loss), [hook]))
     return ConstantVariable.create(None)
 
 
@@ -150,13 +149,6 @@ def _looks_away(hook: Any) -> bool:
         given, hook = given + len(hook.args), hook.func.realize()
     bound = isinstance(hook, UserMethodVariable)  # its self is given
     return hasattr(hook, "get_code") and looks_away(hook.get_code(), given + bound)
-
-
-class _HookHanger(DebuggingVariable):
-    """Calls ``hang_on_loss``."""
-
-    def reconstruct(self, codegen: Any) -> None:
-        codegen.load_import_from(hang_on_loss.__module__, hang_on_loss.__name__)
 
 
 def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fxrl.capture._torch import enable_python_dispatcher, make_fx
 from fxrl.compile._torch import holds, new_size, symbolic_mode
-from fxrl.compile.bodies.inductor import InductorOptions, compile_body
+from fxrl.compile.bodies.inductor import InductorOptions, begin_body
 from fxrl.ir.graph import Size, memory_like
 from fxrl.ops.masked_attention import BLOCK, Problem, attach, expression
 
@@ -268,7 +268,7 @@ class _Compiled:
             gm = self._traced(function, [*heads, *self._rest()])
             if self._options is None:
                 return gm
-            return compile_body(gm, self._mode, self._options)
+            return begin_body(gm, self._mode, self._options)()
 
     def _traced(self, function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphModule:
         with self._mode, enable_python_dispatcher(), torch.no_grad():

@@ -89,11 +89,6 @@ def begin_body(
     return lambda: compiled
 
 
-def compile_body(gm: fx.GraphModule, mode: FakeTensorMode, options: InductorOptions) -> Compiled:
-    """``begin_body`` to its end."""
-    return begin_body(gm, mode, options)()
-
-
 def generated_source(compiled: object) -> str:
     """The source that Inductor generated for a compiled body: the wrapper, kernels inside.
 

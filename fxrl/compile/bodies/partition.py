@@ -329,7 +329,7 @@ class _Settling:
         table = SizeTable(graph, [n for n in graph.find_nodes(op="placeholder") if n not in made])
         for node in made:
             with graph.inserting_before(rest):
-                size = table.arg(node.meta["val"])
+                size = table.find(node.meta["val"])
             if isinstance(size, fx.Node):
                 node.replace_all_uses_with(size)
                 graph.erase_node(node)

@@ -495,15 +495,7 @@ class VocabLoop:
         count = by_row.shape[1]
         self._index: Rows = slice(None)
         if selected is not None:
-            self._index = selected
-            temperature = head.temperature
-            if temperature is not None and temperature.dim() and temperature.shape[0] > 1:
-                temperature = temperature[selected]
-            head = head._replace(
-                hidden=head.hidden[selected],
-                target=head.target[selected],
-                temperature=temperature,
-            )
+            self._index, head = selected, head.of(selected)
         self._head, self._by_row, self._weighted = head, by_row, weighted
         self._rows, self._step = min(count, steps.rows), steps.vocab
         self._grad = head.hidden.new_empty(self._rows, self._step)

@@ -84,6 +84,18 @@ class LossHead(NamedTuple):
         for rows in slices(count, self.tile_rows()):
             yield rows if selected is None else selected[rows]
 
+    def of(self, rows: Rows) -> LossHead:
+        """The head of some rows."""
+        temperature, mask = self.temperature, self.row_mask
+        if temperature is not None and temperature.numel() > 1:
+            temperature = temperature[rows]
+        return self._replace(
+            hidden=self.hidden[rows],
+            target=self.target[rows],
+            temperature=temperature,
+            row_mask=None if mask is None else mask[rows],
+        )
+
     def selected(self, row_mask: Tensor | None) -> Tensor | None:
         """Indices of the rows where ``row_mask`` is True; None is all rows, in and out."""
         return None if row_mask is None else row_mask.nonzero().squeeze(1)
