@@ -30,7 +30,7 @@ LAYERS = {
     "step": BASE | {"ir", "capture", "planner", "ops", "compile", "inspect"},
     "losses": BASE,
     "models": BASE | {"files", "ir", "ops"},
-    "engines": BASE | {"kernels", "models", "ops"},
+    "engines": BASE | {"ir", "kernels", "models", "ops"},
     "integrations": BASE | {"ir", "losses", "engines", "step"},
     "rl": BASE | {"files", "distributed", "ir", "ops", "losses", "models", "engines", "step"},
 }
