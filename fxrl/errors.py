@@ -27,6 +27,15 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def shown(value: object, most: int = 200) -> str:
+    """``repr(value)``, cut; a class of the user's may raise in its own."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 class FxrlError(Exception):
     """Base of every error that fxrl raises on purpose."""
 
