@@ -16,13 +16,14 @@ from typing import Any
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message: the nearest name, or where none is near those that there are."""
     names = sorted(known)
-    if near := _nearest(name, names):
+    if near := nearest(name, names):
         return near
     more = f" and {len(names) - 30} more" if len(names) > 30 else ""
     return f"; known: {', '.join(names[:30])}{more}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message: the nearest name, if one is near."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -50,7 +51,7 @@ def check_one_of(
     """Raise unless ``value`` is one of few that are allowed."""
     if value not in (known := tuple(allowed)):
         choices = ", ".join(map(repr, known))
-        raise error(f"{name}={value!r} is not one of {choices}{_nearest(str(value), known)}")
+        raise error(f"{name}={value!r} is not one of {choices}{nearest(str(value), known)}")
 
 
 def installing(what: str) -> str:

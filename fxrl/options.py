@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
-from fxrl.errors import ConfigError, shown
+from fxrl.errors import ConfigError, nearest, shown
 
 
 class Options:
@@ -33,7 +33,7 @@ class Options:
             try:
                 object.__setattr__(self, name, fit(hint, value))
             except TypeError:
-                lines.append(f"{name}={shown(value)} is not {spelled(hint)}")
+                lines.append(f"{name}={misfit(hint, value)}")
         if lines or (lines := [*self.wrong()]):
             raise self.unfit("\n".join(lines))
 
@@ -173,6 +173,12 @@ def spelled(hint: Any) -> str:
     if dataclass_in(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return "a table"
     return _WORDS.get(hint, str(hint))
+
+
+def misfit(hint: Any, value: Any) -> str:
+    """What a message says of a value that is none of a kind, with the nearest word that is."""
+    words = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    return f"{shown(value)} is not {spelled(hint)}{nearest(str(value), words)}"
 
 
 def dataclass_in(hint: Any) -> type[Any] | None:

@@ -22,10 +22,10 @@ PASS_OPTIONS = (
     ({"fp8-lora": {"enabled": True}}, "fp8-lora has no option 'enabled'"),
     ({"recompute": {"enabled": True}}, "recompute has no option 'enabled'$"),
     ({"fp8-lora": {"recipe": "rows"}}, "recipe='rows' is not one of 'row', 'block', 'tensor'"),
-    ({"fp8-lora": {"skip": "k_proj"}}, "fp8-lora.skip='k_proj' is not a list of texts"),
-    ({"fp8-lora": {"skip": [1]}}, r"fp8-lora.skip=\[1\] is not a list of texts"),
-    ({"fp8-lora": {"heads": 1}}, "fp8-lora.heads=1 is not of type bool"),
-    ({"fp8-lora": {"least_values": True}}, "least_values=True is not of type int"),
+    ({"fp8-lora": {"skip": "k_proj"}}, "fp8-lora.skip='k_proj' is not a list, each entry a text"),
+    ({"fp8-lora": {"skip": [1]}}, r"fp8-lora.skip=\[1\] is not a list, each entry a text"),
+    ({"fp8-lora": {"heads": 1}}, "fp8-lora.heads=1 is not true or false"),
+    ({"fp8-lora": {"least_values": True}}, "least_values=True is not a whole number"),
     ({"factor-masks": {"least_mask": 3}}, "least_mask=3 is not a table"),
 )
 

@@ -20,8 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxrl.errors import ConfigError, shown
-from fxrl.options import Check, Options, dataclass_in, fit, hints_of, spelled
+from fxrl.errors import ConfigError
+from fxrl.options import Check, Options, dataclass_in, fit, hints_of, misfit
 from fxrl.rl.errors import BadConfigError
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ def bind(
             except TypeError:
                 unfit.add(key)
                 cure = suggest.within(name) if inner else ""
-                problems.append(f"{name}={shown(_plain(value))} is not {spelled(hints[key])}{cure}")
+                problems.append(f"{name}={misfit(hints[key], _plain(value))}{cure}")
     missing = {key for key in fields if default_of(fields[key]) is MISSING} - values.keys()
     problems += [f"{path}{key}: missing; it has no default" for key in missing - unfit]
     if missing:
