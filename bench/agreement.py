@@ -48,9 +48,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.lib.child import measured
+from bench.lib.child import measured, tell
 
-MARK = "CHILD "
 COLUMNS = (
     "model",
     "compared",
@@ -260,15 +259,12 @@ def _random_tokens(path: Path, count: int, length: int) -> list[list[int]]:
 def _in_process(task: dict[str, Any], folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """vLLM in a process of its own, since it leaves memory and global state behind."""
     (folder / "task.json").write_text(json.dumps(task))
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-    } | ({"TORCHDYNAMO_DISABLE": "1"} if task["device"] == "cpu" else {})
-    command = [sys.executable, "-m", "bench.agreement", "--child", str(folder / "task.json")]
-    return measured(command, MARK, environment=os.environ | settings, limit_s=args.timeout)
+    from bench.lib.rl_job import VLLM_ENVIRONMENT
+
+    settings = VLLM_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    settings |= {"TORCHDYNAMO_DISABLE": "1"} if task["device"] == "cpu" else {}
+    words = ["-m", "bench.agreement", "--child", str(folder / "task.json")]
+    return measured(words, environment=os.environ | settings, limit_s=args.timeout)
 
 
 def _sample(task: dict[str, Any]) -> None:
@@ -310,7 +306,7 @@ def _sample(task: dict[str, Any]) -> None:
         [places[token].logprob for places, token in zip(row.logprobs, row.token_ids, strict=True)]
         for row in rows
     ]
-    print(MARK + json.dumps({"tokens": tokens, "logps": logps}), flush=True)
+    tell({"tokens": tokens, "logps": logps})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import logging
 import os
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 import time
 from typing import Any
 
-from bench.lib.child import measured
+from bench.lib.child import measured, tell
 
 COLUMNS = (
     "variant",
@@ -107,11 +106,11 @@ def _in_process(
     environment = {**os.environ, **kept}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
     environment |= {"TRITON_CACHE_DIR": f"{cache}/triton"}
-    command = [sys.executable, "-m", "bench.cold_start", "--child", "--variants", variant]
+    words = ["-m", "bench.cold_start", "--child", "--variants", variant]
     for name in ("device", "shape", "rows", "length", "attention"):
-        command += [f"--{name}", str(getattr(args, name))]
-    command += ["--layers", str(layers), "--spawned", repr(time.time())]
-    return measured(command, "CHILD ", environment=environment)
+        words += [f"--{name}", str(getattr(args, name))]
+    words += ["--layers", str(layers), "--spawned", repr(time.time())]
+    return measured(words, environment=environment)
 
 
 def _child(started: float) -> None:
@@ -160,7 +159,7 @@ def _child(started: float) -> None:
         total_s = time.time() - args.spawned
         second_s = common.wall_s(run, args.device)
     counted = counters["inductor"]
-    row = {
+    told = {
         "process_to_first_step_s": total_s,
         "imports_s": imported - started,
         "model_s": built - imported,
@@ -172,7 +171,7 @@ def _child(started: float) -> None:
         "cache_misses": counted["fxgraph_cache_miss"],
         "cache_bypasses": counted["fxgraph_cache_bypass"],
     }
-    print("CHILD " + json.dumps(row))
+    tell(told)
 
 
 def _config(device: str) -> Any:

@@ -14,7 +14,6 @@ Exit code 1: an engine failed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -41,7 +40,6 @@ COLUMNS = (
     "init_s",
     "error",
 )
-MARK = "engines: "
 #: NVLink's multicast is left alone: a program that ends in it may leave the fabric unusable.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -64,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "beside: that over what one engine a GPU reaches",
     ]
     results = common.results(args, "An engine a GPU, or one over all", COLUMNS, notes)
-    _write_config(args)
+    rl_job.write_shape(args.work, args.shape, args.layers)
     alone: float | None = None
     for tensor in sorted({1, args.gpus}):
         rows = list(_rows(args, tensor, sys.argv[1:] if argv is None else argv))
@@ -91,22 +89,12 @@ def _rows(args: argparse.Namespace, tensor: int, words: Sequence[str]) -> Iterat
             shown = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
             own = ["--worker", str(tensor), str(count), lobby]
             return child.measured(
-                [sys.executable, "-m", "bench.engines", *words, *own],
-                MARK,
+                ["-m", "bench.engines", *words, *own],
                 environment=os.environ | rl_job.VLLM_ENVIRONMENT | _ENVIRONMENT | shown,
                 limit_s=args.time_limit,
             )
 
         yield from pool.map(measured, range(count))
-
-
-def _write_config(args: argparse.Namespace) -> None:
-    from transformers import Qwen3Config
-
-    numbers = qwen.SHAPES[args.shape] | rl_job.TOKENS
-    numbers |= {"num_hidden_layers": args.layers} if args.layers else {}
-    config = Qwen3Config(**numbers, architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
-    config.save_pretrained(args.work)
 
 
 def _draw(args: argparse.Namespace, tensor: str, count: str, lobby: str) -> None:
@@ -149,7 +137,7 @@ def _draw(args: argparse.Namespace, tensor: str, count: str, lobby: str) -> None
     middle = statistics.median(times)
     found = {"sequences": len(prompts), "draw_s": middle, "draw_s_max": max(times)}
     found |= {"tokens_per_s": len(prompts) * args.tokens / middle, "init_s": init_s}
-    print(MARK + json.dumps(found | {"span": [begun, time.monotonic()]}), flush=True)
+    child.tell(found | {"span": [begun, time.monotonic()]})
 
 
 def _meet(lobby: Path, count: int) -> None:

@@ -20,18 +20,15 @@ layer's gain as well, beside a head, which stays in bf16, of three times the wei
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from bench.lib import common, qwen, rl_job
-from bench.lib.child import measured
+from bench.lib.child import measured, tell
 
 COLUMNS = ("variant", "sequences", "step_ms", "tokens_per_s", "over_bf16", "build_s", "error")
-MARK = "BENCH "
 _FP8: dict[str, Any] = {"quantization": "fp8_per_channel"}
 _KV: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -57,7 +54,7 @@ def main() -> int:
         "step_ms: slope between calls of two lengths; no prefill, no training",
     ]
     results = common.results(args, "Decoding in FP8", COLUMNS, notes)
-    _write_config(args)
+    rl_job.write_shape(args.work, args.shape, args.layers)
     bf16: dict[int, float] = {}
     for variant in args.variants:
 
@@ -68,38 +65,23 @@ def main() -> int:
             over = speed / bf16[count] if count in bf16 else None
             results.add(variant=variant, over_bf16=over, **row)
 
-        found = measured(_command(args, variant), MARK, limit_s=args.time_limit, each=add)
+        found = measured(_words(args, variant), limit_s=args.time_limit, each=add)
         if "error" in found:
             results.add(variant=variant, error=found["error"])
     results.finish()
     return int(results.failed())
 
 
-def _command(args: argparse.Namespace, variant: str) -> list[str]:
-    """One variant in a process of its own, which prints a line for each row."""
-    command = [sys.executable, "-m", "bench.fp8_rollouts", "--worker", variant]
+def _words(args: argparse.Namespace, variant: str) -> list[str]:
+    """One variant in a process of its own."""
+    words = ["-m", "bench.fp8_rollouts", "--worker", variant]
     for name in ("work", "prompt", "tokens", "repeats", "device"):
-        command += [f"--{name}", str(getattr(args, name))]
-    return [*command, "--sequences", ",".join(map(str, args.sequences))]
-
-
-def _config(args: argparse.Namespace) -> Any:
-    from transformers import Qwen3Config
-
-    numbers = qwen.SHAPES[args.shape] | rl_job.TOKENS | {"max_position_embeddings": 16384}
-    if args.layers:
-        numbers |= {"num_hidden_layers": args.layers}
-    return Qwen3Config(**numbers, architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
-
-
-def _write_config(args: argparse.Namespace) -> None:
-    folder = Path(args.work)
-    folder.mkdir(parents=True, exist_ok=True)
-    _config(args).save_pretrained(folder)
+        words += [f"--{name}", str(getattr(args, name))]
+    return [*words, "--sequences", ",".join(map(str, args.sequences))]
 
 
 def _work(args: argparse.Namespace) -> None:
-    """Prints a row for each number of sequences at once."""
+    """Tells a row for each number of sequences at once."""
     os.environ |= rl_job.VLLM_ENVIRONMENT
     start = time.perf_counter()
     engine = _engine(args)
@@ -107,7 +89,7 @@ def _work(args: argparse.Namespace) -> None:
     for count in args.sequences:
         ms = _step_ms(engine, count, args)
         row = {"sequences": count, "step_ms": ms, "tokens_per_s": count / ms * 1e3}
-        print(MARK + json.dumps(row | {"build_s": build_s}), flush=True)
+        tell(row | {"build_s": build_s})
 
 
 def _engine(args: argparse.Namespace) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from bench.lib import common
-from bench.lib.child import measured
+from bench.lib.child import measured, tell
 
 COLUMNS = ("variant", "peak_over_base_mib", "step_s", "first_call_s", "loss", "grad_norm", "error")
 
@@ -51,7 +50,7 @@ def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def main() -> None:
     args = _arguments()
     if args.child:
-        print("CHILD " + json.dumps(_child(args)))
+        tell(_child(args))
         return
     logits = args.tokens * args.vocab * 4 / 2**20
     weight = args.hidden * args.vocab * 4 / 2**20
@@ -62,13 +61,9 @@ def main() -> None:
     ]
     results = common.results(args, "Loss head on the CPU: peak over base", COLUMNS, notes)
     for variant in args.variants:
-        results.add(variant=variant, **_in_process(variant))
+        words = ["-m", "bench.head_memory", "--child", variant, *sys.argv[1:]]
+        results.add(variant=variant, **measured(words))
     results.finish()
-
-
-def _in_process(variant: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.head_memory", "--child", variant, *sys.argv[1:]]
-    return measured(command, "CHILD ")
 
 
 def _child(args: argparse.Namespace) -> dict[str, Any]:

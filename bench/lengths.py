@@ -102,9 +102,8 @@ def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     gpu = args.device == "cuda"
     bound: dict[str, Any] = {}
     if gpu:
-        whole = torch.cuda.get_device_properties(0).total_memory / common.GiB
-        card = args.card or whole
-        torch.cuda.set_per_process_memory_fraction(card / whole)
+        card = args.card or torch.cuda.get_device_properties(0).total_memory / common.GiB
+        common.limit_memory(card)
         bound["gpu_memory"] = f"{args.share * card:.3f}GiB"
     model = qwen.make_model(
         args.shape, args.device, layers=args.layers, rank=32, checkpointing=False

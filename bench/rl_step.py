@@ -20,7 +20,6 @@ bounds all of a run without vLLM, whose KV cache is its own; the CUDA context co
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.lib import common, rl_job
-from bench.lib.child import measured
+from bench.lib.child import measured, tell
 
 COLUMNS = (
     "variant",
@@ -52,7 +51,6 @@ COLUMNS = (
     "first_step_s",
     "error",
 )
-MARK = "BENCH "
 _FP8_ROLLOUTS = ("vllm.quantization=fp8",)
 _HELD = 'model.quantization={{format="{}", embeddings=true, head=true}}'
 FXRL = {
@@ -92,22 +90,22 @@ def main() -> int:
 
 
 def _measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
-    """Runs one variant in a process of its own and reads the line it prints."""
-    command = [sys.executable, "-m", "bench.rl_step", "--worker", variant]
-    command += ["--work", args.work, "--length", str(args.length), "--steps", str(args.steps)]
-    command += ["--skip", str(args.skip), "--shape", args.shape, *args.override]
-    command += ["--card", str(args.card)] if args.card else []
+    """Runs one variant in a process of its own."""
+    words = ["-m", "bench.rl_step", "--worker", variant, "--work", args.work]
+    words += ["--length", str(args.length), "--steps", str(args.steps), "--skip", str(args.skip)]
+    words += ["--shape", args.shape, *args.override]
+    words += ["--card", str(args.card)] if args.card else []
     environment = dict(os.environ)
     if variant == "trl" and args.peers:
         environment["PYTHONPATH"] = f"{args.peers}:{environment.get('PYTHONPATH', '')}"
     with rl_job.PeakMemory() as peak:
-        found = measured(command, MARK, environment=environment, limit_s=args.time_limit)
+        found = measured(words, environment=environment, limit_s=args.time_limit)
     return found if "error" in found else found | {"peak_gib": peak.gib}
 
 
 def _work(args: argparse.Namespace) -> None:
     runs = {"plain": _plain, "plain-lora": _plain, "trl": _trl} | dict.fromkeys(FXRL, _fxrl)
-    print(MARK + json.dumps(runs[args.worker](args)), flush=True)
+    tell(runs[args.worker](args))
 
 
 def _plain(args: argparse.Namespace) -> dict[str, Any]:
@@ -164,9 +162,7 @@ def _fxrl(args: argparse.Namespace) -> dict[str, Any]:
 
     from fxrl.rl.train import main as train
 
-    if args.card:
-        whole = torch.cuda.get_device_properties(0).total_memory / common.GiB
-        torch.cuda.set_per_process_memory_fraction(args.card / whole)
+    common.limit_memory(args.card)
     folder = Path(args.work)
     run_dir = folder / f"fxrl-{os.getpid()}"
     config = rl_job.write_config(

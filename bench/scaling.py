@@ -22,7 +22,7 @@ import logging
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ COLUMNS = (
     "length_max",
     "error",
 )
-MARK = "scaling: "
 WARM_UP = 2
 
 
@@ -107,21 +106,16 @@ def _notes(args: argparse.Namespace) -> Iterable[str]:
 def _measured(ranks: int, argv: Sequence[str] | None) -> list[dict[str, Any]]:
     """A row a rank; what only the first has told, the step's figures above all, is everyone's."""
     told: dict[int, dict[str, Any]] = {}
-    found = child.measured(_command(ranks, argv), MARK, each=lambda t: told.update({t["rank"]: t}))
+    found = child.measured(_words(ranks, argv), each=lambda t: told.update({t["rank"]: t}))
     if "error" in found:
         return [found]
     return [told[0] | told[rank] for rank in sorted(told)]
 
 
-def _command(ranks: int, argv: Sequence[str] | None) -> list[str]:
+def _words(ranks: int, argv: Sequence[str] | None) -> list[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     words = sys.argv[1:] if argv is None else argv
-    return [sys.executable, *launch, "-m", "bench.scaling", *words, "--worker"]
-
-
-def _tell(table: Mapping[str, Any]) -> None:
-    """For ``_measured``; in one write, so that ranks' lines do not mix."""
-    print(f"{MARK}{json.dumps(table)}\n", end="", flush=True)
+    return [*launch, "-m", "bench.scaling", *words, "--worker"]
 
 
 def _work(args: argparse.Namespace) -> int:
@@ -170,7 +164,7 @@ def _work(args: argparse.Namespace) -> int:
             found["planned_gib"] = common.gib(step.plan.peak_gpu_bytes)
             ranks.meet()
             found["exposed_ms"] = _exposed_ms(update)
-        _tell(found)
+        child.tell(found)
     return 0
 
 
@@ -241,7 +235,7 @@ def _train(args: argparse.Namespace) -> int:
     with rl_job.PeakMemory(device=local) as whole:
         if code := train(str(Path(args.work) / "fxrl.toml"), changes, overwrite=True):
             return code
-    _tell({"rank": rank, "gpu_gib": whole.gib} | ({} if rank else _of_run(run_dir)))
+    child.tell({"rank": rank, "gpu_gib": whole.gib} | ({} if rank else _of_run(run_dir)))
     return 0
 
 

@@ -41,7 +41,7 @@ import torch
 
 import fxrl
 from bench.lib import common, qwen
-from bench.lib.child import measured
+from bench.lib.child import measured, tell
 from fxrl.ir.on_miss import open_misses
 
 COLUMNS = (
@@ -85,7 +85,6 @@ LOSSES: dict[str, dict[str, Any]] = {
 """``[loss]`` of ``fxrl train``; TRL's trainers are given the same."""
 LEARNING_RATE, SEED = 1e-5, 42
 """Of the kinds that are not over TRL's trainers, on both sides."""
-MARK = "BENCH "
 PROMPT = "Prompt {:>8}: "
 _LOGGED = ("loss", "entropy", "grad_norm")
 _QUIET = {"CI": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = _arguments(words)
     if args.worker:
-        print(MARK + json.dumps(_work(args)), flush=True)
+        tell(_work(args))
         return 0
     own = [kind for kind in args.kinds if kind not in OVER_TRL]
     notes = [
@@ -124,10 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if variant.startswith("trl") and kind not in BY_TRL:
                 results.add(kind=kind, variant=variant, error=_no_trainer(kind))
                 continue
-            command = [sys.executable, "-m", "bench.trl_step", *words]
             found = measured(
-                [*command, "--worker", f"{kind}/{variant}"],
-                MARK,
+                ["-m", "bench.trl_step", *words, "--worker", f"{kind}/{variant}"],
                 environment=os.environ | _QUIET | _one_gpu(),
                 limit_s=args.time_limit,
             )

@@ -74,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
         "all LoRA parameters at once, and mean and max over single parameters; rows 'gradients': "
         "one draw of weights and batch each",
     ]
-    if args.card:
-        whole = torch.cuda.get_device_properties(0).total_memory / common.GiB
-        torch.cuda.set_per_process_memory_fraction(args.card / whole)
+    common.limit_memory(args.card)
     results = common.results(args, "GRPO update: eager, fxrl, fp32 reference", COLUMNS, notes)
     with qwen.attention(args.attention):
         if args.repeats:

@@ -5,12 +5,14 @@ It reads no environment. Byte sizes are given as ``int`` bytes or as text such a
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fxrl.errors import ConfigError, check_one_of, did_you_mean
+from fxrl.errors import ConfigError, did_you_mean
+from fxrl.options import Check, Options, at_least
 
 MiB = 2**20
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -23,20 +25,33 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     Raises:
         ConfigError: the text is not a number with a unit, or the size is negative.
     """
+    if why := _no_size(value):
+        raise ConfigError(f"{name}={value!r} {why}")
+    return int(_number_of_bytes(value))
+
+
+def _number_of_bytes(value: int | str) -> float:
     if isinstance(value, int) and not isinstance(value, bool):
-        size: float = value
-    else:
-        match = re.fullmatch(r"\s*(-?[0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", str(value))
-        if match is None or match[2].upper() not in _UNITS:
-            raise ConfigError(f"{name}={value!r} is not a size; write bytes or a text like '75GiB'")
-        size = float(match[1]) * _UNITS[match[2].upper()]
-    if size < 0:
-        raise ConfigError(f"{name}={value!r} is negative; a size is at least 0 bytes")
-    return int(size)
+        return value
+    match = re.fullmatch(r"\s*(-?[0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2].upper() not in _UNITS:
+        return math.nan
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def _no_size(value: int | str) -> str | None:
+    size = _number_of_bytes(value)
+    if math.isnan(size):
+        return "is not a size; write bytes or a text like '75GiB'"
+    return "is negative; a size is at least 0 bytes" if size < 0 else None
+
+
+Size = Annotated[int | str, Check(_no_size, {})]
+"""Bytes, or a text such as ``"75GiB"``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Options):
     """How ``fxrl.optimize`` works.
 
     Attributes:
@@ -62,16 +77,16 @@ class Config:
             {"recipe": "block", "skip": ["k_proj"]}}``. They win over what the other keys say.
     """
 
-    chunk_tokens: int | None = None
-    min_saved_bytes: int | str = 32 * MiB
-    gpu_memory: int | str | None = None
-    host_memory: int | str | None = None
+    chunk_tokens: Annotated[int, at_least(1, "use None to plan it")] | None = None
+    min_saved_bytes: Size = 32 * MiB
+    gpu_memory: Size | None = None
+    host_memory: Size | None = None
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     compile_regions: bool = True
     on_miss: Literal["warn", "error", "ignore"] = "warn"
     inductor: Mapping[str, Any] | None = None
     passes: tuple[str, ...] | None = None
-    context_parallel: int = 1
+    context_parallel: Annotated[int, at_least(1, "1 shares nothing")] = 1
     pass_options: Mapping[str, Any] | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
@@ -88,43 +103,13 @@ class Config:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        tokens = self.chunk_tokens
-        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
-            raise ConfigError(
-                f"chunk_tokens={tokens!r} is not a whole number of rows, such as 1024"
-            )
-        if tokens is not None and tokens < 1:
-            raise ConfigError(f"chunk_tokens={tokens} is below 1; use None to plan it")
-        ranks = self.context_parallel
-        if not isinstance(ranks, int) or isinstance(ranks, bool):
-            raise ConfigError(
-                f"context_parallel={ranks!r} is not a whole number of ranks, such as 2"
-            )
-        if ranks < 1:
-            raise ConfigError(f"context_parallel={ranks} is below 1; 1 shares nothing")
-        saved = parse_bytes(self.min_saved_bytes, name="min_saved_bytes")
-        object.__setattr__(self, "min_saved_bytes", saved)
-        for name in ("gpu_memory", "host_memory"):
-            if (value := getattr(self, name)) is not None:
-                parse_bytes(value, name=name)
-        check_one_of("precision", self.precision, ("bf16", "fp16", "fp32", "fp8"))
-        check_one_of("on_miss", self.on_miss, ("warn", "error", "ignore"))
-        if not isinstance(self.compile_regions, bool):
-            raise ConfigError(f"compile_regions={self.compile_regions!r} is neither True nor False")
-        if not isinstance(self.inductor, Mapping | None):
-            raise ConfigError(
-                f"inductor={self.inductor!r} is no mapping of options, such as "
-                "{'max_autotune': True}"
-            )
-        told = {} if self.pass_options is None else self.pass_options
-        if not isinstance(told, Mapping) or not all(isinstance(v, Mapping) for v in told.values()):
-            raise ConfigError(
+        Options.__post_init__(self)
+        object.__setattr__(self, "min_saved_bytes", parse_bytes(self.min_saved_bytes))
+
+    def problems(self) -> Iterator[str]:
+        told = self.pass_options or {}
+        if not all(isinstance(options, Mapping) for options in told.values()):
+            yield (
                 f"pass_options={told!r} is no mapping of passes to their options, such as "
                 "{'fp8-lora': {'recipe': 'block'}}"
             )
-        if isinstance(self.passes, str) or not isinstance(self.passes, Iterable | None):
-            raise ConfigError(
-                f"passes={self.passes!r} is no list of names; write [{self.passes!r}]"
-            )
-        if self.passes is not None:
-            object.__setattr__(self, "passes", tuple(self.passes))

@@ -16,15 +16,25 @@ from typing import Any
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message: the nearest name, or where none is near those that there are."""
     names = sorted(known)
-    if near := _nearest(name, names):
+    if near := nearest(name, names):
         return near
     more = f" and {len(names) - 30} more" if len(names) > 30 else ""
     return f"; known: {', '.join(names[:30])}{more}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message: the nearest name, if one is near."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: object, most: int = 200) -> str:
+    """``repr(value)``, cut; a class of the user's may raise in its own."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class FxrlError(Exception):
@@ -41,7 +51,7 @@ def check_one_of(
     """Raise unless ``value`` is one of few that are allowed."""
     if value not in (known := tuple(allowed)):
         choices = ", ".join(map(repr, known))
-        raise error(f"{name}={value!r} is not one of {choices}{_nearest(str(value), known)}")
+        raise error(f"{name}={value!r} is not one of {choices}{nearest(str(value), known)}")
 
 
 def installing(what: str) -> str:

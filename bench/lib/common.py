@@ -94,6 +94,13 @@ def free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def limit_memory(card_gib: float | None) -> None:
+    """Lets PyTorch allocate as much of the GPU as a card of that size has; ``None``: all."""
+    if card_gib:
+        whole = torch.cuda.get_device_properties(0).total_memory / GiB
+        torch.cuda.set_per_process_memory_fraction(card_gib / whole)
+
+
 def wall_s(work: Callable[[], Any], device: str) -> float:
     """Seconds of one call, launch to last kernel."""
     synchronize(device)

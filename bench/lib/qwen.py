@@ -93,6 +93,15 @@ _DOCUMENTS = 8
 _LOGIT_ROWS = 2048
 
 
+def make_config(shape: str, layers: int | None = None, **more: Any) -> Any:
+    """A key of ``SHAPES`` as transformers' configuration; ``layers`` overrides its number of
+    layers."""
+    from transformers import AutoConfig
+
+    numbers = {"model_type": "qwen3", "tie_word_embeddings": False} | SHAPES[shape] | more
+    return AutoConfig.for_model(**numbers | ({"num_hidden_layers": layers} if layers else {}))
+
+
 def make_model(
     shape: str,
     device: str,
@@ -116,11 +125,9 @@ def make_model(
             require a gradient; LoRA with non-reentrant checkpointing does not need it.
         scalar_head: makes a sequence classifier with one label, a reward model, without LoRA.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    numbers = {"model_type": "qwen3", "tie_word_embeddings": False} | SHAPES[shape]
-    numbers |= {"num_hidden_layers": layers} if layers else {}
-    config = AutoConfig.for_model(**numbers, max_position_embeddings=2**20)
+    config = make_config(shape, layers, max_position_embeddings=2**20)
     config._attn_implementation = "sdpa"
     config.use_cache = False  # as every trainer sets it; else transformers logs while it is traced
     made = AutoModelForCausalLM

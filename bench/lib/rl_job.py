@@ -11,6 +11,8 @@ from typing import Any, Self
 import torch
 
 from bench.lib import qwen
+from fxrl.models import build_from_config
+from fxrl.models.tiny import BOS_ID, EOS_ID, PAD_ID, tiny_tokenizer
 
 PROMPTS, GENERATIONS, RANK = 4, 8, 32
 VLLM_ENVIRONMENT = {
@@ -30,7 +32,9 @@ TORCHRUN_ENVIRONMENT = {
 }
 SHAPE = "qwen3-1.7b"
 LOSS = "dapo"
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TOKENS = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+PROMPT_TOKENS = 48
+"""A prompt of ``questions`` has fewer: a token is a byte."""
 
 
 def model_path(folder: Path, shape: str = SHAPE, layers: int | None = None) -> Path:
@@ -39,7 +43,7 @@ def model_path(folder: Path, shape: str = SHAPE, layers: int | None = None) -> P
 
 
 def make_model(folder: Path, shape: str = SHAPE, layers: int | None = None) -> Path:
-    """A model of that shape with random bf16 weights and a byte-level tokenizer, once.
+    """A model of that shape with random bf16 weights and a tokenizer of bytes, once.
 
     Args:
         shape: a key of ``qwen.SHAPES``.
@@ -48,42 +52,19 @@ def make_model(folder: Path, shape: str = SHAPE, layers: int | None = None) -> P
     path = model_path(folder, shape, layers)
     if (path / "config.json").is_file():
         return path
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path.mkdir(parents=True, exist_ok=True)
-    make_tokenizer().save_pretrained(path)
-    torch.manual_seed(0)
+    tiny_tokenizer().save_pretrained(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    numbers = {"model_type": "qwen3", "tie_word_embeddings": False} | qwen.SHAPES[shape] | TOKENS
-    numbers |= {"num_hidden_layers": layers} if layers else {}
-    config = AutoConfig.for_model(**numbers, max_position_embeddings=16384)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.to("cpu").save_pretrained(path)
-    del model
+    config = qwen.make_config(shape, layers, **TOKENS, max_position_embeddings=16384)
+    build_from_config(config, "bf16", device).to("cpu").save_pretrained(path)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return path
 
 
-def make_tokenizer() -> Any:
-    """A byte-level BPE tokenizer trained on the questions themselves; nothing is downloaded."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE(unk_token=None))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000,
-        special_tokens=["<pad>", "<bos>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(questions(512), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
+def write_shape(folder: str, shape: str, layers: int | None) -> None:
+    """The configuration alone, for a vLLM that draws the weights itself."""
+    known = {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}
+    qwen.make_config(shape, layers, **TOKENS, **known).save_pretrained(folder)
 
 
 def questions(count: int) -> list[str]:
@@ -133,7 +114,7 @@ engine = "vllm"
 steps = {steps}
 save_every = 0
 prompts_per_step = {PROMPTS}
-micro_batch_tokens = {GENERATIONS * (length + 32)}
+micro_batch_tokens = {GENERATIONS * (length + PROMPT_TOKENS)}
 tensorboard = false
 log_completions = 0
 

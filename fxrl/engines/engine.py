@@ -32,18 +32,18 @@ optimizer may be made only afterwards, since it refers to the parameters, holds 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.options import Options, above, at_least, within
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class GenerateTimeoutError(EngineError, TimeoutError):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Options):
     """How to draw completions. Names and meanings follow vLLM and Hugging Face.
 
     Filters apply in the order temperature, top-k, top-p, min-p, each to what the one before kept.
@@ -90,40 +90,28 @@ class SamplingParams:
         SamplingParamsError: a value is out of range; the message says which, why and the cure.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 256
-    seed: int | None = None
+    unfit: ClassVar[type[ConfigError]] = SamplingParamsError
+
+    n: Annotated[int, at_least(1, "ask for one or more completions")] = 1
+    temperature: Annotated[float, at_least(0, "use 0 for greedy, 1 for the model")] = 1.0
+    top_p: Annotated[float, above(0), within(0, 1, "use 1 to keep every token")] = 1.0
+    top_k: Annotated[int, at_least(0, "use 0 to keep every token")] = 0
+    min_p: Annotated[float, within(0, 1, "use 0 to keep every token")] = 0.0
+    max_tokens: Annotated[int, at_least(1, "a completion has at least one token")] = 256
+    seed: Annotated[int, at_least(0, "use None for the engine's own generator")] | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: Annotated[int, at_least(0, "use 0 for no minimum")] = 0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not isinstance(self.extra, Mapping):
-            raise SamplingParamsError(f"extra={self.extra!r} is no mapping; write {{name: value}}")
-        _at_least("n", self.n, 1, "ask for one or more completions")
-        _at_least("top_k", self.top_k, 0, "use 0 to keep every token")
-        _at_least("max_tokens", self.max_tokens, 1, "a completion has at least one token")
-        _at_least("min_tokens", self.min_tokens, 0, "use 0 for no minimum")
-        for token in self.stop_token_ids:
-            _at_least("stop_token_ids entry", token, 0, "token ids start at 0")
-        if self.seed is not None:
-            _at_least("seed", self.seed, 0, "use None for the engine's own generator")
+    def problems(self) -> Iterator[str]:
+        if wrong := [token for token in self.stop_token_ids if token < 0]:
+            yield f"stop_token_ids has {wrong[0]}; token ids start at 0"
         if self.min_tokens > self.max_tokens:
-            raise SamplingParamsError(
+            yield (
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; "
                 "raise max_tokens or lower min_tokens"
             )
-        _between(
-            "temperature", self.temperature, 0.0, math.inf, "use 0 for greedy, 1 for the model"
-        )
-        _between("top_p", self.top_p, 0.0, 1.0, "use 1 to keep every token", open_low=True)
-        _between("min_p", self.min_p, 0.0, 1.0, "use 0 to keep every token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,20 +372,3 @@ def check_state(state: Mapping[str, Any], needed: set[str]) -> None:
         raise EngineError(
             f"engine state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
         )
-
-
-def _at_least(name: str, value: int, low: int, cure: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SamplingParamsError(f"{name}={value!r} is not a whole number; {cure}")
-    if value < low:
-        raise SamplingParamsError(f"{name}={value} is below {low}; {cure}")
-
-
-def _between(
-    name: str, value: float, low: float, high: float, cure: str, *, open_low: bool = False
-) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SamplingParamsError(f"{name}={value!r} is not a finite number; {cure}")
-    if not low <= value <= high or (open_low and value == low):
-        allowed = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
-        raise SamplingParamsError(f"{name}={value!r} is outside {allowed}; {cure}")

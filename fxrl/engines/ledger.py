@@ -23,14 +23,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from io import StringIO
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fxrl.config import MiB
+from fxrl.ir.remark import format_bytes
+from fxrl.ir.table import cell, open_table, plain_text
 
 log = logging.getLogger(__name__)
 COLUMNS = ("weights", "kv_cache", "engine_other", "trainer", "unused", "outside", "free")
@@ -186,8 +185,8 @@ class MemoryLedger:
         freed = after.free - before.free
         if frees and freed < kv_bytes - TOLERANCE:
             text = (
-                f"cycle {self.cycle}: releasing the KV cache freed {gib(freed)} of "
-                f"{gib(kv_bytes)}; another process took the rest, or it is still mapped"
+                f"cycle {self.cycle}: releasing the KV cache freed {format_bytes(freed)} of "
+                f"{format_bytes(kv_bytes)}; another process took the rest, or it is still mapped"
             )
             self.problems.append(text)
             log.warning("GPU memory: %s", text)
@@ -215,8 +214,9 @@ class MemoryLedger:
             "outside": "CUDA context and other processes",
             "free": "free",
         }
-        held = sorted(words, key=lambda name: -getattr(entry, name))
-        return ", ".join(f"{words[n]} {gib(getattr(entry, n))}" for n in held if getattr(entry, n))
+        held = {name: size for name in words if (size := getattr(entry, name))}
+        ordered = sorted(held, key=lambda name: -held[name])
+        return ", ".join(f"{words[name]} {format_bytes(held[name])}" for name in ordered)
 
     def to_json(self) -> str:
         """JSON lines, one for each entry, then one with the problems if there are any."""
@@ -227,17 +227,13 @@ class MemoryLedger:
 
     def __str__(self) -> str:
         """A table of the last 20 entries, in GiB."""
-        table = Table(title=f"GPU memory, GiB: {self.probe.name}", title_justify="left")
-        for name in ("event", "cycle"):
-            table.add_column(name)
-        for name in COLUMNS:
-            table.add_column(name.replace("_", " "), justify="right")
+        sizes = [name.replace("_", " ") for name in COLUMNS]
+        table = open_table("event", "cycle", *sizes, right=("cycle", *sizes))
         for entry in list(self._entries)[-20:]:
-            sizes = (f"{getattr(entry, name) / 2**30:.2f}" for name in COLUMNS)
-            table.add_row(entry.event, str(entry.cycle), *sizes)
-        out = StringIO()
-        Console(file=out, width=110, no_color=True).print(table)
-        return out.getvalue() + "".join(f"problem: {text}\n" for text in self.problems)
+            held = (f"{getattr(entry, name) / 2**30:.2f}" for name in COLUMNS)
+            table.add_row(*map(cell, (entry.event, entry.cycle, *held)))
+        lines = [f"GPU memory, GiB: {self.probe.name}", plain_text(table, 110)]
+        return "\n".join([*lines, *(f"problem: {text}" for text in self.problems)])
 
     def _enter(self, event: str, reading: Reading) -> Entry:
         entry = self._entry(event, reading)
@@ -269,8 +265,3 @@ class MemoryLedger:
 def ledger_of(engine: object) -> MemoryLedger | None:
     """An engine's account of the GPU's memory; None where it keeps none."""
     return getattr(engine, "ledger", None)
-
-
-def gib(size: int) -> str:
-    """``size`` bytes in words."""
-    return f"{size / 2**30:.2f} GiB"

@@ -15,19 +15,16 @@ from typing import (
     Any,
     ClassVar,
     Generic,
-    Literal,
     Self,
     TypeVar,
     final,
-    get_args,
-    get_origin,
     get_type_hints,
 )
 
 from torch import fx
 
 from fxrl.config import Config
-from fxrl.errors import ConfigError, check_one_of, did_you_mean
+from fxrl.errors import ConfigError, did_you_mean
 from fxrl.ir.graph import (
     eliminate_dead_code,
     graphs_of,
@@ -38,6 +35,7 @@ from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import site_name
 from fxrl.ir.source import user_source
+from fxrl.options import fit, misfit
 
 
 class Stage(IntEnum):
@@ -142,7 +140,7 @@ class Pass(ABC, Generic[S]):
                 near = did_you_mean(name, known) if known else ""
                 raise ConfigError(f"{where} has no option {name!r}{near}")
         values = {
-            name: _as_option(f"{where}.{name}", hints[name], getattr(self, name), value)
+            name: _as_option(f"{where}.{name}", hints[name], value)
             for name, value in options.items()
         }
         return replace(self, **values)  # type: ignore[type-var]
@@ -239,19 +237,12 @@ class Pass(ABC, Generic[S]):
         return Remark(kind, self.name, name, user_source(at), reason, cure, saved)
 
 
-def _as_option(where: str, hint: Any, present: Any, value: Any) -> Any:
+def _as_option(where: str, hint: Any, value: Any) -> Any:
     """A value of a field's type, which a file may spell otherwise: a list, or 1 for 1.0."""
-    if get_origin(hint) is Literal:
-        check_one_of(where, value, get_args(hint))
-        return value
-    kind: Any = Mapping if isinstance(present, Mapping) else type(present)
-    made: Any = float(value) if kind is float and type(value) is int else value
-    made = tuple(made) if kind is tuple and isinstance(made, list) else made
-    words = {tuple: "a list of texts", Mapping: "a table"}.get(kind, f"of type {kind.__name__}")
-    fits = isinstance(made, kind) and isinstance(made, bool) == (kind is bool)
-    if not fits or (kind is tuple and not all(isinstance(one, str) for one in made)):
-        raise ConfigError(f"{where}={value!r} is not {words}")
-    return made
+    try:
+        return fit(hint, value)
+    except TypeError:
+        raise ConfigError(f"{where}={misfit(hint, value)}") from None
 
 
 class Normalisation(Pass[S]):

@@ -67,22 +67,26 @@ def check_choice(name: str, value: str, choices: Any) -> None:
     check_one_of(name, value, get_args(choices), LossConfigError)
 
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+BEYOND = "is beyond float32, in which losses are computed"
+
+
 def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
     """Raise unless ``value`` is a number above 0 (or at 0, with ``or_zero``)."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (value >= 0 if or_zero else value > 0):
         bound = "at least 0" if or_zero else "above 0"
         raise LossConfigError(f"{name}={value!r} must be a number {bound}")
-    if torch.finfo(torch.float32).max < value < math.inf:
-        raise LossConfigError(f"{name}={value!r} is beyond float32, in which losses are computed")
+    if FLOAT32_MAX < value < math.inf:
+        raise LossConfigError(f"{name}={value!r} {BEYOND}")
 
 
 def check_number(name: str, value: float) -> None:
     """Raise unless ``value`` is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         raise LossConfigError(f"{name}={value!r} must be a finite number")
-    if abs(value) > torch.finfo(torch.float32).max:
-        raise LossConfigError(f"{name}={value!r} is beyond float32, in which losses are computed")
+    if abs(value) > FLOAT32_MAX:
+        raise LossConfigError(f"{name}={value!r} {BEYOND}")
 
 
 def check_flag(name: str, value: bool) -> None:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, ParamSpec, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypedDict
 
-from fxrl.errors import did_you_mean
+from fxrl.errors import ConfigError, did_you_mean
 from fxrl.losses.advantages import ScaleRewards
-from fxrl.losses.batch import (
-    LossConfigError,
-    LossFn,
-    check_choice,
-    check_flag,
-    check_number,
-    check_positive,
-)
+from fxrl.losses.batch import BEYOND, FLOAT32_MAX, LossConfigError, LossFn
 from fxrl.losses.reduce import Over
+from fxrl.options import Check, Options, above, at_least, within
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Baseline = Literal["group", "leave_one_out"]
 Reads = Literal["prompts", "sequences", "pairs", "labelled"]
+
+in_float32 = Check(lambda v: None if abs(v) <= FLOAT32_MAX else BEYOND, {})
 
 
 class PolicyKeywords(TypedDict, total=False):
@@ -45,7 +40,7 @@ class PolicyKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class PolicyOptions:
+class PolicyOptions(Options):
     """Settings of every policy loss.
 
     Attributes:
@@ -71,63 +66,38 @@ class PolicyOptions:
         vllm_importance_sampling_clip_min: lower bound, likewise.
     """
 
-    temperature: float = 1.0
-    beta: float = 0.0
+    unfit: ClassVar[type[ConfigError]] = LossConfigError
+
+    temperature: Annotated[float, above(0), in_float32] = 1.0
+    beta: Annotated[float, at_least(0), in_float32] = 0.0
     kl_estimator: KLEstimator = "k3"
     use_bias_correction_kl: bool = True
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, in_float32] = 0.0
     log_entropy: bool = True
-    top_entropy_quantile: float = 1.0
-    off_policy_mask_threshold: float | None = None
+    top_entropy_quantile: Annotated[float, above(0), within(0, 1, "1 takes all tokens")] = 1.0
+    off_policy_mask_threshold: Annotated[float, in_float32] | None = None
     vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: CorrectionMode = "sequence_mask"
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_max: Annotated[float, at_least(0), in_float32] | None = 3.0
+    vllm_importance_sampling_clip_min: Annotated[float, at_least(0), in_float32] | None = None
 
-    def __post_init__(self) -> None:
-        for name, hint in typing.get_type_hints(type(self)).items():
-            _check(name, getattr(self, name), hint)
-        check_positive("temperature", self.temperature)
-        check_positive("beta", self.beta, or_zero=True)
-        check_positive("top_entropy_quantile", self.top_entropy_quantile)
-        if self.top_entropy_quantile > 1:
-            raise LossConfigError(
-                f"top_entropy_quantile={self.top_entropy_quantile} is a share; 1.0 takes all tokens"
-            )
+    def problems(self) -> Iterator[str]:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        for bound in (low, high):
-            if bound is not None:
-                check_positive("vllm_importance_sampling_clip_min/max", bound, or_zero=True)
         if low is not None and high is not None and low > high:
-            raise LossConfigError(
-                f"vllm_importance_sampling_clip_min={low} is above _clip_max={high}; swap them"
-            )
-
-
-def _check(name: str, value: Any, hint: Any) -> None:
-    """Raise unless ``value`` is of a field's type: a flag, a word, or a number, maybe None."""
-    if hint is bool:
-        check_flag(name, value)
-    elif typing.get_origin(hint) is Literal:
-        check_choice(name, value, hint)
-    elif value is not None or type(None) not in typing.get_args(hint):
-        check_number(name, value)
+            yield f"vllm_importance_sampling_clip_min={low} is above _clip_max={high}; swap them"
 
 
 @dataclass(frozen=True)
-class Critic:
+class Critic(Options):
     """How a trainer computes ``advantages`` and ``returns`` from rewards and values (``ppo``)."""
 
-    gamma: float = 1.0  # this and ``lam`` as in ``advantages.gae``
-    lam: float = 0.95
-    kl_coef: float = 0.0  # weight of log pi_old - log pi_ref, subtracted from a token's reward
+    unfit: ClassVar[type[ConfigError]] = LossConfigError
 
-    def __post_init__(self) -> None:
-        check_positive("kl_coef", self.kl_coef, or_zero=True)
-        for name in ("gamma", "lam"):
-            check_number(name, value := getattr(self, name))
-            if not 0.0 <= value <= 1.0:
-                raise LossConfigError(f"{name}={value} must be in [0, 1]; 1.0 discounts nothing")
+    # These as in ``advantages.gae``.
+    gamma: Annotated[float, within(0, 1, "1 discounts nothing")] = 1.0
+    lam: Annotated[float, within(0, 1, "1 discounts nothing")] = 0.95
+    # Weight of log pi_old - log pi_ref, subtracted from a token's reward.
+    kl_coef: Annotated[float, at_least(0), in_float32] = 0.0
 
 
 @dataclass(frozen=True)

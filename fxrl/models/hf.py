@@ -52,6 +52,18 @@ def train_without_cache(model: Any) -> None:
 
 
 @contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards each module has the mode it had (they need not agree)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def system_errors() -> Iterator[None]:
     """An error of the system that safetensors reports, in words and a class of its own, is an
     ``OSError`` here as well."""

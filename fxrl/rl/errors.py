@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fxrl.errors import ConfigError, FxrlError
+from fxrl.errors import ConfigError, FxrlError, shown
 
 
 class DataError(FxrlError, ValueError):
@@ -105,15 +105,6 @@ def _place(filename: str, line: int | None) -> str:
     except (ValueError, OSError):  # elsewhere, or the working folder is gone
         path = Path(filename)
     return f"{path}:{line}"
-
-
-def shown(value: object, most: int = 200) -> str:
-    """``repr(value)``, cut; a class of the user's may raise in its own."""
-    try:
-        text = repr(value)
-    except Exception as error:
-        text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
-    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def in_words(error: BaseException) -> str:

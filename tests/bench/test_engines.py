@@ -18,7 +18,7 @@ WORDS = ["--gpus", "2", "--shape", "tiny", "--rows", "3", "--tokens", "10", "--r
 def test_two_engines_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, shown = threading.Barrier(2), []
 
-    def measured(command: list[str], mark: str, *, environment: Any, limit_s: Any) -> Any:
+    def measured(command: list[str], *, environment: Any, limit_s: Any) -> Any:
         tensor, count, lobby = command[command.index("--worker") + 1 :]
         shown.append((tensor, environment["CUDA_VISIBLE_DEVICES"]))
         if count == "2":

@@ -14,32 +14,32 @@ from bench.lib import child, rl_job
 TINY = ["--shape", "tiny", "--rows", "2", "--length", "16", "--repeats", "1", "--device", "cpu"]
 
 
-def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def told(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a worker that is alone, rank 0 of 1, has measured."""
+    tables: list[dict[str, Any]] = []
+    monkeypatch.setattr(child, "tell", tables.append)
     assert scaling.main([*words, "--worker"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if scaling.MARK in line]
-    return json.loads(line.removeprefix(scaling.MARK))
+    (table,) = tables
+    return table
 
 
 @pytest.mark.parametrize("what", ["weak", "strong"])
-def test_what_an_update_takes(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told([what, *TINY], capsys)
+def test_what_an_update_takes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = told([what, *TINY], monkeypatch)
     assert found["rank"] == 0
     assert 0 < found["step_ms"] <= found["step_ms_max"]
     assert found["tokens_per_s"] == pytest.approx(2 * 16 / found["step_ms"] * 1e3)
     assert found["length_min"] == found["length_max"] == 16
 
 
-def test_what_a_step_with_rollouts_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_step_with_rollouts_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["rollouts", *TINY, "--layers", "1", "--rows", "8", "--work", str(tmp_path)]
     words += ["--stop-tokens", "200", "--ranks", "1", "--out", str(tmp_path / "out.json")]
     for change in ("engine=torch", "model.dtype=float32", "optimize=false"):
         words += ["--override", change]
 
-    def measured(command: list[str], mark: str, *, each: Any) -> dict[str, Any]:
-        found = told(words, capsys)
+    def measured(_: list[str], *, each: Any) -> dict[str, Any]:
+        found = told(words, monkeypatch)
         each(found)
         return found
 
@@ -57,7 +57,7 @@ def test_what_a_step_with_rollouts_takes(
 
 @pytest.mark.parametrize("what", ["weak", "rollouts"])
 def test_what_ranks_gain(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(command: list[str], mark: str, *, each: Any) -> dict[str, Any]:
+    def measured(command: list[str], *, each: Any) -> dict[str, Any]:
         count = int(command[command.index("--nproc-per-node") + 1])
         if count == 4:
             return {"error": "exit code 1: planted"}

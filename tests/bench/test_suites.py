@@ -95,8 +95,8 @@ def test_rollout_picks_what_the_machine_can_do(monkeypatch, capsys):
 def test_a_run_that_holds_its_weights_in_four_bits(tmp_path, monkeypatch):
     """In this process, where all is imported."""
 
-    def measured(command, mark, **_):
-        monkeypatch.setattr("sys.argv", command[2:])
+    def measured(words, **_):
+        monkeypatch.setattr("sys.argv", words[1:])
         return rl_step._fxrl(rl_step._arguments())
 
     monkeypatch.setattr(rl_step, "measured", measured)
@@ -116,7 +116,7 @@ def test_fp8_rollouts_tell_what_is_gained(tmp_path, monkeypatch):
     """Beside bf16 of as many sequences; what fails, fails alone."""
     speeds = {"bf16": (100.0, 300.0), "fp8": (150.0, 360.0)}
 
-    def measured(command, mark, *, limit_s, each):
+    def measured(command, *, limit_s, each):
         variant = command[command.index("--worker") + 1]
         for count, speed in zip((32, 256), speeds.get(variant, ()), strict=False):
             each({"sequences": count, "tokens_per_s": speed, "step_ms": count / speed * 1e3})

@@ -21,8 +21,8 @@ def in_this_process(monkeypatch):
     uncompiled = functools.partial(fxrl.Config, compile_regions=False)
     monkeypatch.setattr(fxrl, "Config", uncompiled)
 
-    def measured(command, mark, **_):
-        args = trl_step._arguments(command[3:])
+    def measured(words, **_):
+        args = trl_step._arguments(words[2:])
         return json.loads(json.dumps(trl_step._work(args)))
 
     monkeypatch.setattr(trl_step, "measured", measured)

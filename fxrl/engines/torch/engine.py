@@ -35,6 +35,7 @@ from fxrl.engines.engine import (
     newer,
 )
 from fxrl.engines.torch.sampling import log_probs, sample
+from fxrl.models.hf import eval_mode
 from fxrl.models.quantized import dtype_of
 
 log = logging.getLogger(__name__)
@@ -329,7 +330,7 @@ class TorchEngine:
         uniforms = self._uniforms(len(given) * params.n, params)
         found = Groups(len(given), params.n, on_finished)
         drawing = Drawing(len(numbers) * params.n)
-        with _eval_mode(self.model), torch.no_grad(), self._autocast():
+        with eval_mode(self.model), torch.no_grad(), self._autocast():
             for groups in batches:
                 for key, made in self._run(groups, given, params, uniforms, drawing, limits):
                     found.add(*key, made)
@@ -488,18 +489,6 @@ def build(spec: EngineSpec) -> Built:
     model = spec.trainable(model)
     engine = TorchEngine.from_tokenizer(model, tokenizer, seed=spec.seed, autocast=spec.autocast)
     return Built(model, tokenizer, engine)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards each module has the mode it had (they need not agree)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @dataclass(frozen=True, slots=True)

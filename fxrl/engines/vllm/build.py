@@ -41,9 +41,10 @@ from typing import Any
 
 from fxrl.config import MiB, parse_bytes
 from fxrl.engines.engine import EngineError
-from fxrl.engines.ledger import MemoryLedger, Reading, gib
+from fxrl.engines.ledger import MemoryLedger, Reading
 from fxrl.engines.vllm.handle import VllmSymbols, free_unheld, unhook
 from fxrl.engines.vllm.options import VllmOptions, engine_arguments
+from fxrl.ir.remark import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -160,14 +161,15 @@ def utilization(options: VllmOptions, reading: Reading) -> float:
     limit, allowed, reserve = "", reading.free, parse_bytes(options.trainer_reserve)
     if options.gpu_memory is not None:
         most = parse_bytes(options.gpu_memory)
-        limit, allowed = f", gpu_memory={gib(most)}", min(allowed, most - reading.reserved)
+        limit, allowed = f", gpu_memory={format_bytes(most)}", min(allowed, most - reading.reserved)
     left = allowed - reserve - CONTEXT_BYTES
     if left <= 0:
         raise KvBudgetError(
-            f"vLLM has no GPU memory: {gib(reading.free)} of {gib(reading.total)} free, "
-            f"{gib(reading.reserved)} held by PyTorch already{limit}, "
-            f"trainer_reserve={gib(reserve)} and {gib(CONTEXT_BYTES)} for the CUDA context; free "
-            "memory, raise gpu_memory or lower trainer_reserve"
+            f"vLLM has no GPU memory: {format_bytes(reading.free)} of "
+            f"{format_bytes(reading.total)} free, {format_bytes(reading.reserved)} held by PyTorch "
+            f"already{limit}, trainer_reserve={format_bytes(reserve)} and "
+            f"{format_bytes(CONTEXT_BYTES)} for the CUDA context; free memory, raise gpu_memory or "
+            "lower trainer_reserve"
         )
     return int(left / reading.total * 10_000) / 10_000  # down, so that vLLM's own check agrees
 
@@ -187,8 +189,8 @@ def cache_bytes(
     if available < need:
         tokens = max(0, (available - per_block)) * max_model_len // max(1, per_sequence)
         raise KvBudgetError(
-            f"the KV cache has {gib(available)} and one sequence of max_model_len="
-            f"{max_model_len} tokens needs {gib(need)} (about {tokens} tokens would fit); lower "
-            "max_model_len or trainer_reserve, raise gpu_memory, or set kv_cache_dtype='fp8'"
+            f"the KV cache has {format_bytes(available)} and one sequence of max_model_len="
+            f"{max_model_len} tokens needs {format_bytes(need)} (about {tokens} tokens would fit); "
+            "lower max_model_len or trainer_reserve, raise gpu_memory, or set kv_cache_dtype='fp8'"
         )
     return min(available, max_num_seqs * per_sequence + per_block)

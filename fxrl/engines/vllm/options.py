@@ -10,16 +10,17 @@ installed version's ``EngineArgs``, so nothing of vLLM is out of reach and no ty
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from fxrl.config import parse_bytes
+from fxrl.config import Size, parse_bytes
 from fxrl.engines.engine import EngineError
-from fxrl.errors import ConfigError, check_one_of, did_you_mean
+from fxrl.errors import ConfigError, did_you_mean
+from fxrl.options import Options, Positive, above
 
 
 class VllmOptionError(EngineError, ConfigError):
@@ -68,7 +69,7 @@ MOST_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class VllmOptions:
+class VllmOptions(Options):
     """How the vLLM engine is built.
 
     Attributes:
@@ -122,13 +123,15 @@ class VllmOptions:
         VllmOptionError: a value is out of range; the message has reason and cure.
     """
 
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    unfit: ClassVar[type[ConfigError]] = VllmOptionError
+
+    max_model_len: Positive | None = None
+    max_num_seqs: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Positive = 1
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
@@ -136,57 +139,32 @@ class VllmOptions:
     decode_attention: Literal["auto", "vllm", "fxrl"] = "auto"
     attention_config: Mapping[str, Any] | None = None
     compilation_config: Mapping[str, Any] | int | None = None
-    max_lora_rank: int | None = None
-    gpu_memory: int | str | None = None
-    trainer_reserve: int | str = "2GiB"
-    cpu_kv_cache: int | str = "1GiB"
-    generate_timeout_s: float | None = None
+    max_lora_rank: Positive | None = None
+    gpu_memory: Size | None = None
+    trainer_reserve: Size = "2GiB"
+    cpu_kv_cache: Size = "1GiB"
+    generate_timeout_s: Annotated[float, above(0, "use None to wait for ever")] | None = None
     standby: bool = True
-    log_level: str = "ERROR"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "ERROR"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        _whole("tensor_parallel_size", self.tensor_parallel_size)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_lora_rank"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name))
-        for name in ("gpu_memory", "trainer_reserve", "cpu_kv_cache"):
-            if (value := getattr(self, name)) is not None:
-                parse_bytes(value, name=f"vllm.{name}")
-        self._check_attention()
-        timeout = self.generate_timeout_s
-        if timeout is not None and not timeout > 0:
-            raise VllmOptionError(
-                f"vllm.generate_timeout_s={timeout!r} is not above 0; use None to wait for ever"
-            )
-        levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-        check_one_of("vllm.log_level", self.log_level, levels, VllmOptionError)
-        if not isinstance(self.engine_args, Mapping):
-            raise VllmOptionError(
-                f"vllm.engine_args={self.engine_args!r} is no mapping; write {{name: value}}"
+    def problems(self) -> Iterator[str]:
+        if self.decode_attention == "fxrl" and "backend" in (self.attention_config or {}):
+            yield (
+                "decode_attention='fxrl' is an attention backend of its own; leave "
+                "attention_config.backend away"
             )
         own = {item.name for item in fields(self)}
         for name in self.engine_args:
             if name in own:
-                raise VllmOptionError(f"vllm.engine_args: {name!r} is an option of its own, use it")
-            if name in OWNED_ENGINE_ARGS:
-                raise VllmOptionError(
-                    f"vllm.engine_args: {name!r} is fxrl's own: {OWNED_ENGINE_ARGS[name]}"
-                )
+                yield f"engine_args: {name!r} is an option of its own, use it"
+            elif name in OWNED_ENGINE_ARGS:
+                yield f"engine_args: {name!r} is fxrl's own: {OWNED_ENGINE_ARGS[name]}"
 
     @property
     def num_sequences(self) -> int:
         """``max_num_seqs``; outside of a run 256 where it is left open."""
         return self.max_num_seqs or 256
-
-    def _check_attention(self) -> None:
-        backends = ("auto", "vllm", "fxrl")
-        check_one_of("vllm.decode_attention", self.decode_attention, backends, VllmOptionError)
-        if self.decode_attention == "fxrl" and "backend" in (self.attention_config or {}):
-            raise VllmOptionError(
-                "vllm.decode_attention='fxrl' is an attention backend of its own; leave "
-                "vllm.attention_config.backend away"
-            )
 
 
 def check_names(what: str, names: Collection[str], known: Collection[str]) -> None:
@@ -261,8 +239,3 @@ def _executor(single: bool) -> str:
             "engine of its own; leave it out"
         )
     return "external_launcher" if ranks else "uni" if single else "mp"
-
-
-def _whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise VllmOptionError(f"vllm.{name}={value!r} is no whole number from 1 on")

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from fxrl.engines.engine import EngineError
-from fxrl.engines.ledger import MemoryLedger, TagBytes, gib
+from fxrl.engines.ledger import MemoryLedger, TagBytes
+from fxrl.ir.remark import format_bytes
 
 KV_TAG = "kv_cache"
 Way = Literal["native", "backend", "calls only"]
@@ -130,10 +131,10 @@ class Standby:
 
     def _no_room(self, why: str) -> WakeError:
         return WakeError(
-            f"wake: the KV cache needs {gib(self.kv_bytes)} of GPU memory and {why}; the device "
-            f"has: {self.ledger.holders()}. The engine stays in standby: delete tensors of the "
-            "trainer (gradients, activations, a batch) and wake again, or build the engine with a "
-            "larger trainer_reserve or fewer max_num_seqs"
+            f"wake: the KV cache needs {format_bytes(self.kv_bytes)} of GPU memory and {why}; the "
+            f"device has: {self.ledger.holders()}. The engine stays in standby: delete tensors of "
+            "the trainer (gradients, activations, a batch) and wake again, or build the engine "
+            "with a larger trainer_reserve or fewer max_num_seqs"
         )
 
 

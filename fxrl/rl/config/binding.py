@@ -13,52 +13,22 @@ import dataclasses
 import difflib
 import re
 import tomllib
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fxrl.errors import ConfigError
-from fxrl.rl.errors import BadConfigError, shown
+from fxrl.options import Check, Options, dataclass_in, fit, hints_of, misfit
+from fxrl.rl.errors import BadConfigError
 
 T = TypeVar("T")
 REST = {"rest": True}
 """Field metadata: this mapping takes the keys of its table that no other field names."""
 DIGEST = {"digest": True}
 """Field metadata: written down by number of entries and hash, not whole."""
-
-
-class Table:
-    """A table of the file: a frozen dataclass whose types carry the ranges of its fields.
-
-    ``steps: Annotated[int, at_least(1)] = 100``; other conditions are checked by ``problems``.
-    ``None`` is in every range. Raises ``ConfigError`` with a line per unfit value (``bind`` splits
-    them again).
-    """
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        if lines := [*self.wrong()]:
-            raise ConfigError("\n".join(lines))
-
-    def wrong(self) -> Iterator[str]:
-        """What is out of its range, and ``problems``."""
-        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name, None)  # of an unfit value there is none
-            kinds = (hint, *typing.get_args(hint))
-            checks = [check for kind in kinds for check in getattr(kind, "__metadata__", ())]
-            if value is not None and (said := next(filter(None, (c(value) for c in checks)), None)):
-                yield f"{name}={shown(value)} {said}"
-        yield from self.problems()
-
-    def problems(self) -> Iterable[str]:
-        """What is wrong besides ranges; each line starts with the key."""
-        return ()
 
 
 def keys_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
@@ -69,33 +39,6 @@ def keys_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """``MISSING`` where there is none."""
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Check:
-    """A range; stands in ``Annotated`` types."""
-
-    wrong: Callable[[Any], str | None]  # what is wrong with a value, if anything
-    schema: Mapping[str, Any]  # the range in JSON schema's words
-
-    def __call__(self, value: Any) -> str | None:
-        return "is not a number" if value != value else self.wrong(value)
-
-
-def at_least(low: float) -> Check:
-    """``low`` and above."""
-    return Check(lambda v: None if v >= low else f"is below {low:g}", {"minimum": low})
-
-
-def above(low: float) -> Check:
-    words = f"must be above {low:g}"
-    return Check(lambda v: None if v > low else words, {"exclusiveMinimum": low})
-
-
-def within(low: float, high: float) -> Check:
-    """From ``low`` to ``high``, both included."""
-    words = f"is outside [{low:g}, {high:g}]"
-    return Check(lambda v: None if low <= v <= high else words, {"minimum": low, "maximum": high})
 
 
 def _uncompiled(value: str) -> str | None:
@@ -240,7 +183,7 @@ def bind(
     suggest = suggest or _Suggester(cls)
     fields = keys_of(cls)
     rest = next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     values: dict[str, Any] = {rest: {}} if rest else {}
     unfit: set[str] = set()
     for key, value in table.items():
@@ -258,17 +201,18 @@ def bind(
                 values[key] = made
         else:
             try:
-                values[key] = _fit(hints[key], value)
+                raw = value.raw if isinstance(value, Text) else None
+                values[key] = fit(hints[key], _plain(value), raw)
             except TypeError:
                 unfit.add(key)
                 cure = suggest.within(name) if inner else ""
-                problems.append(f"{name}={shown(_plain(value))} is not {_spell(hints[key])}{cure}")
+                problems.append(f"{name}={misfit(hints[key], _plain(value))}{cure}")
     missing = {key for key in fields if default_of(fields[key]) is MISSING} - values.keys()
     problems += [f"{path}{key}: missing; it has no default" for key in missing - unfit]
     if missing:
         return None
     found, lines = _made(cls, values, unfit)
-    told = (line if path and line.startswith(path) else f"{path}{line}" for line in lines)
+    told = (f"{path}{line}" for line in lines)
     problems += [line for line in told if re.split(r"[^\w.]", line)[0] not in suggest.meant]
     return found
 
@@ -281,7 +225,7 @@ def _made(cls: type[T], values: Mapping[str, Any], unfit: set[str]) -> tuple[T |
         except ConfigError as error:
             return None, str(error).splitlines()
     lines: list[str] = []
-    if issubclass(cls, Table):
+    if issubclass(cls, Options):
         made = object.__new__(cls)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             if field.name not in unfit:
@@ -297,7 +241,7 @@ def counted(mistakes: Sequence[str]) -> str:
 
 def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
     """Every key of the tree, such as ``optim.lr``."""
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     for key in keys_of(cls):
         yield f"{path}{key}"
         if inner := dataclass_in(hints[key]):
@@ -343,14 +287,6 @@ def _above(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def dataclass_in(hint: Any) -> type[Any] | None:
-    """The dataclass that a type is, or may be."""
-    for kind in (hint, *typing.get_args(hint)):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return kind
-    return None
-
-
 def _plain(value: Any) -> Any:
     """Overrides by their values, also those inside of tables that take any keys."""
     if isinstance(value, Text):
@@ -358,68 +294,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return value
-
-
-def _fit(hint: Any, value: Any) -> Any:
-    """``value`` as type ``hint``."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    plain = value.value if isinstance(value, Text) else value
-    if origin in (typing.Union, types.UnionType):
-        for kind in args:
-            with suppress(TypeError):
-                return _fit(kind, value)
-    elif origin is Literal:
-        if isinstance(value, Text) and value.raw in args:
-            return value.raw  # "none" may be one of the words
-        if any(plain == arg and type(plain) is type(arg) for arg in args):
-            return plain
-    elif origin is tuple and isinstance(plain, list | tuple):
-        kinds = args[:1] * len(plain) if args[-1] is Ellipsis else args
-        if len(kinds) == len(plain):
-            return tuple(_fit(kind, item) for kind, item in zip(kinds, plain, strict=True))
-    elif origin is Callable:
-        if callable(plain):
-            return plain
-    elif origin is None:
-        return _fit_scalar(hint, value, plain)
-    elif isinstance(plain, Mapping) and issubclass(origin, Mapping):
-        return _plain(plain)
-    raise TypeError
-
-
-def _fit_scalar(hint: Any, value: Any, plain: Any) -> Any:
-    if hint is Any:
-        return plain
-    if hint is str and isinstance(value, Text) and plain is not None:
-        return plain if isinstance(plain, str) else value.raw
-    if hint is float and type(plain) is int:
-        return float(plain)
-    if isinstance(plain, hint) and isinstance(plain, bool) == (hint is bool):
-        return plain
-    raise TypeError
-
-
-def in_files(hint: Any) -> bool:
-    """Whether a file can hold it: all but what only Python gives, a model or a function."""
-    known = hint in (*_WORDS, Any, type(None)) or dataclasses.is_dataclass(hint)
-    return known or typing.get_origin(hint) not in (None, Callable)
-
-
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-
-
-def _spell(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, args))}"
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(
-            "none" if arg is type(None) else _spell(arg) for arg in args if in_files(arg)
-        )
-    if origin is tuple:
-        if args[-1] is Ellipsis:
-            return f"a list, each entry {_spell(args[0])}"
-        return f"a list of {len(args)}, each {_spell(args[0])}"
-    if dataclass_in(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        return "a table"
-    return _WORDS.get(hint, str(hint))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fxrl.losses.own_code import importable_from
-from fxrl.rl.config.binding import bind, counted, dataclass_in, default_of, read_tables
+from fxrl.options import dataclass_in, hints_of
+from fxrl.rl.config.binding import bind, counted, default_of, read_tables
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.errors import BadConfigError
 
@@ -62,7 +62,7 @@ def with_defaults(
 ) -> dict[str, Any]:
     """A table of ``as_table`` that an earlier fxrl wrote, with the keys of a present one that are
     newer than it, by their defaults."""
-    hints, filled = typing.get_type_hints(cls), dict(saved)
+    hints, filled = hints_of(cls), dict(saved)
     for field in dataclasses.fields(cls):
         name, inner = field.name, dataclass_in(hints[field.name])
         old, new = saved.get(name), present.get(name)

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, Literal
 
-from fxrl.rl.config.binding import Check, default_of, in_files, keys_of
+from fxrl.options import Check, in_files
+from fxrl.rl.config.binding import default_of, keys_of
 from fxrl.rl.config.tables import TrainConfig
 
 Schema = dict[str, Any]

@@ -25,17 +25,9 @@ from fxrl.models.load import Source, resolve
 from fxrl.models.lora import StoredAdapter, stored_adapter
 from fxrl.models.quantized import Quantization
 from fxrl.models.tiny import parse_tiny
+from fxrl.options import Options, Positive, above, at_least, within
 from fxrl.rl.config import trl
-from fxrl.rl.config.binding import (
-    DIGEST,
-    REST,
-    Table,
-    above,
-    at_least,
-    keys_of,
-    regular_expression,
-    within,
-)
+from fxrl.rl.config.binding import DIGEST, REST, keys_of, regular_expression
 from fxrl.rl.config.conflicts import conflicts
 from fxrl.rl.config.named import (
     build_loss,
@@ -46,7 +38,6 @@ from fxrl.rl.config.named import (
     reward_problems,
 )
 
-Positive = Annotated[int, at_least(1)]
 Count = Annotated[int, at_least(0)]
 Fraction = Annotated[float, within(0.0, 1.0)]
 Seconds = Annotated[float, above(0.0), within(0.0, 1e8)]
@@ -55,7 +46,7 @@ Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)
-class LoraConfig(Table):
+class LoraConfig(Options):
     """``[model.lora]``: a PEFT adapter; leave the table out for full fine-tuning.
 
     Attributes:
@@ -73,7 +64,7 @@ class LoraConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig(Table):
+class ModelConfig(Options):
     """``[model]``.
 
     Attributes:
@@ -188,7 +179,7 @@ def _id_problems(model_id: str | nn.Module) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherConfig(Table):
+class TeacherConfig(Options):
     """``[teacher]``: the model that a loss with the keyword ``teacher`` compares with: ``distill``,
     or a factory of your own. It has the model's vocabulary, is never trained, and runs in the step.
 
@@ -233,7 +224,7 @@ MOST_GENERATED = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class DataConfig(Table):
+class DataConfig(Options):
     """``[data]``: what is trained on. Exactly one of the five sources is given.
 
     Attributes:
@@ -335,7 +326,7 @@ class DataConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class RewardConfig(Table):
+class RewardConfig(Options):
     """``[reward]``.
 
     Attributes:
@@ -375,7 +366,7 @@ class RewardConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class LossConfig(Table):
+class LossConfig(Options):
     """``[loss]``: a name of ``fxrl.losses`` or ``module:function``; further keys are its keywords.
 
     Attributes:
@@ -395,7 +386,7 @@ class LossConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutConfig(Table):
+class RolloutConfig(Options):
     """``[rollout]``: rollouts of several turns, with tools or in environments. All of a rollout's
     turns and answers together have ``sampling.max_tokens``; what the policy did not draw is context
     for the loss.
@@ -448,7 +439,7 @@ class RolloutConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingConfig(Table):
+class SamplingConfig(Options):
     """``[sampling]``: how completions are drawn.
 
     Attributes:
@@ -495,7 +486,7 @@ class SamplingConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class OptimConfig(Table):
+class OptimConfig(Options):
     """``[optim]``: any optimizer of ``torch.optim`` by name; further keys are its keywords.
 
     Attributes:
@@ -522,7 +513,7 @@ class OptimConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class EvalConfig(Table):
+class EvalConfig(Options):
     """``[eval]``: held-out questions, never trained on: some of ``[data]``, another split of its
     dataset, or a source of their own. Their columns become prompts as ``[data]`` says.
 
@@ -585,7 +576,7 @@ class EvalConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainConfig(Table):
+class TrainConfig(Options):
     """The top level of the file.
 
     A step is one batch of rollouts and ``num_iterations`` optimizer updates on it.

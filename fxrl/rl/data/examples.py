@@ -33,9 +33,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from fxrl.errors import shown
 from fxrl.rl.config.tables import DataConfig
 from fxrl.rl.data.questions import Message, PromptBuilder, Split, messages_in
-from fxrl.rl.errors import DataError, shown
+from fxrl.rl.errors import DataError
 from fxrl.rl.report.timing import Clock
 from fxrl.rl.types import Experience, Metrics, Row, TokenRow, TrainerState
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fxrl.errors import did_you_mean, optional
+from fxrl.errors import did_you_mean, optional, shown
 from fxrl.rl.config.binding import MOST_NESTED, TOO_DEEP, entries
 from fxrl.rl.config.tables import DataConfig
 from fxrl.rl.data.verifiers import Environment
-from fxrl.rl.errors import DataError, shown
+from fxrl.rl.errors import DataError
 from fxrl.rl.types import Row
 
 DEFAULT_GYM_SIZE = 1000

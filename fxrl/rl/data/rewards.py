@@ -33,12 +33,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from fxrl.errors import shown
 from fxrl.losses.options import accepted
 from fxrl.losses.own_code import load_function
 from fxrl.rl.builtin_rewards import BUILT_IN, RewardFunction, ScoreAnswer
 from fxrl.rl.config.named import reward_name
 from fxrl.rl.config.tables import RewardConfig
-from fxrl.rl.errors import BadConfigError, RewardError, called, defined_at, raised, raised_at, shown
+from fxrl.rl.errors import BadConfigError, RewardError, called, defined_at, raised, raised_at
 from fxrl.rl.process_state import ProcessState
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from fxrl.errors import MissingPackageError, optional
+from fxrl.errors import MissingPackageError, optional, shown
 from fxrl.rl.config.tables import RewardConfig
 from fxrl.rl.data.rewards import Reward
-from fxrl.rl.errors import DataError, shown
+from fxrl.rl.errors import DataError
 from fxrl.rl.types import Row
 
 LEAST_VERIFIERS = "0.4"

@@ -32,7 +32,7 @@ from fxrl.errors import ConfigError
 from fxrl.losses import ValueHead, completion_logits, loss_info, token_stats
 from fxrl.losses.actor_critic import asking_for_values, predicted_values
 from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
-from fxrl.models.hf import VALUE_HEAD, load_value_head, train_without_cache
+from fxrl.models.hf import VALUE_HEAD, eval_mode, load_value_head, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.models.lora import StoredAdapter
 from fxrl.models.quantized import as_quantization, in_bits
@@ -472,13 +472,8 @@ def scorer(
 
 def scoring(model: nn.Module, step: Callable[[Batch], Any], batch: Batch) -> Any:
     """``step(batch)`` with ``model`` in eval mode, without gradient."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            return step(batch)
-    finally:
-        model.train(training)
+    with eval_mode(model), torch.no_grad():
+        return step(batch)
 
 
 def reference(

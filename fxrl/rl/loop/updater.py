@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl.distributed import RankError, Ranks
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, shown
 from fxrl.files import replacing
 from fxrl.losses import LossInfo
 from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
-from fxrl.rl.errors import LossError, NonFiniteError, raised, raised_at, shown
+from fxrl.rl.errors import LossError, NonFiniteError, raised, raised_at
 from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.loop.gradients import GradientSum
 from fxrl.rl.loop.sharded import can_share, copied, local_optimizer, on_cpu, sharded_optimizer

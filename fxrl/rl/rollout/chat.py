@@ -28,9 +28,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from fxrl.errors import ConfigError, optional
+from fxrl.errors import ConfigError, optional, shown
 from fxrl.rl.data.questions import ChatTemplate, Message, Schema
-from fxrl.rl.errors import shown
 
 LEAST_TRANSFORMERS = "5.15"
 """The first whose ``parse_response`` knows the tools' types."""

@@ -26,8 +26,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from fxrl.engines import Completion, SamplingParams
+from fxrl.errors import shown
 from fxrl.rl.data.questions import Message, PromptBuilder, Schema
-from fxrl.rl.errors import ToolError, shown
+from fxrl.rl.errors import ToolError
 from fxrl.rl.rollout.chat import Chat
 from fxrl.rl.rollout.turns import Transcript
 

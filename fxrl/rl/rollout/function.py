@@ -14,10 +14,10 @@ from typing import Any
 
 from fxrl.distributed import Ranks
 from fxrl.engines import Completion, Engine
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, shown
 from fxrl.losses.own_code import load_function
 from fxrl.rl.data.questions import PromptBuilder
-from fxrl.rl.errors import ToolError, defined_at, name_of, raised, shown
+from fxrl.rl.errors import ToolError, defined_at, name_of, raised
 from fxrl.rl.rollout.turns import Assignment, Group, check_sampled, turn_seed
 from fxrl.rl.types import Told
 

@@ -39,21 +39,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from fxrl.errors import optional
+from fxrl.errors import optional, shown
 from fxrl.losses.options import accepted
 from fxrl.losses.own_code import load_function
 from fxrl.rl.config.tables import RewardConfig, RolloutConfig
 from fxrl.rl.data.questions import Message, Schema
 from fxrl.rl.data.rewards import GRACE_S, Reward, TimeLimitError, awaited, stack_of
-from fxrl.rl.errors import (
-    BadConfigError,
-    DataError,
-    ToolError,
-    defined_at,
-    name_of,
-    raised,
-    shown,
-)
+from fxrl.rl.errors import BadConfigError, DataError, ToolError, defined_at, name_of, raised
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.types import Row, last_text
 

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxrl.errors import shown
 from fxrl.rl.config.tables import RolloutConfig
 from fxrl.rl.data.questions import PromptBuilder
 from fxrl.rl.data.verifiers import REWARD, Environment
-from fxrl.rl.errors import ToolError, shown
+from fxrl.rl.errors import ToolError
 from fxrl.rl.rollout.chat import Chat
 from fxrl.rl.rollout.endpoint import Endpoint, Talk
 from fxrl.rl.rollout.turns import Assignment, Group, check_sampled, drawn_turn

@@ -201,7 +201,7 @@ def test_a_release_that_frees_nothing_is_a_problem():
     standby, probe = make("native")
     probe.llm.release_kv_cache_memory = lambda: None
     standby.release()
-    assert "freed 0.00 GiB of 60.00 GiB" in standby.ledger.problems[0]
+    assert "freed 0 B of 60.00 GiB" in standby.ledger.problems[0]
 
 
 class Blocked:

@@ -274,9 +274,9 @@ def test_what_has_no_reward_is_not_trained_on(tmp_path, monkeypatch):
     ("further", "words"),
     [
         ({"loss": LOSS | {"vf_coef": -0.1}}, "vf_coef=-0.1 must be a number at least 0"),
-        ({"loss": LOSS | {"gamma": 1.5}}, r"gamma=1.5 must be in \[0, 1\]"),
-        ({"loss": LOSS | {"lam": -0.5}}, r"lam=-0.5 must be in \[0, 1\]"),
-        ({"loss": LOSS | {"kl_coef": -1}}, "kl_coef=-1 must be a number at least 0"),
+        ({"loss": LOSS | {"gamma": 1.5}}, r"gamma=1.5 is outside \[0, 1\]"),
+        ({"loss": LOSS | {"lam": -0.5}}, r"lam=-0.5 is outside \[0, 1\]"),
+        ({"loss": LOSS | {"kl_coef": -1}}, "kl_coef=-1.0 is below 0"),
         ({"loss": {"name": "ppo", "cliprange": 0.1}}, "cliprange: no such key; did you mean 'ep"),
         ({"advantages": "group"}, "advantages='group' compares completions of a prompt, and"),
         ({"scale_rewards": "batch"}, "scale_rewards='batch' compares completions of a prompt"),

@@ -17,13 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from fxrl.engines.engine import EngineError
@@ -35,6 +32,7 @@ from fxrl.engines.weights.share.layout import (
     equal_bits,
     find_by_content,
 )
+from fxrl.ir.table import cell, open_table, plain_text
 from fxrl.models import ModelError, QuantizedLinear
 from fxrl.models.checkpoint import (
     CheckpointTensors,
@@ -240,26 +238,21 @@ class SharingReport:
         return ""
 
     def __str__(self) -> str:
-        shared, table = [row for row in self.rows if row.shared], Table(box=None, pad_edge=False)
-        for column in ("weights", "tensors", "GiB", "why"):
-            table.add_column(column, justify="right" if column in ("tensors", "GiB") else "left")
+        shared = [row for row in self.rows if row.shared]
+        table = open_table("weights", "tensors", "GiB", "why", right=("tensors", "GiB"))
         for kind, rows in (("shared", shared), ("copied", [r for r in self.rows if not r.shared])):
             for reason, count in Counter(_any_layer(row.reason) for row in rows).most_common():
                 alike = [row for row in rows if _any_layer(row.reason) == reason]
                 size, example = sum(row.nbytes for row in alike), alike[0].name
                 why = reason if kind == "shared" else f"{example}: {reason}"
-                table.add_row(kind, str(count), f"{size / 2**30:.3f}", why)
-        out = StringIO()
-        console = Console(file=out, width=120, color_system=None)
-        console.print(
+                table.add_row(*map(cell, (kind, count, f"{size / 2**30:.3f}", why)))
+        told = (
             f"{len(shared)} of {len(self.rows)} tensors shared with vLLM, "
             f"{self.shared_bytes / 2**30:.3f} GiB; {self.copied_bytes / 2**30:.3f} GiB copied "
             f"({self.seconds:.1f} s)"
         )
-        console.print(table)
-        for warning in self.warnings:
-            console.print(f"warning: {warning}")
-        return out.getvalue().rstrip()
+        warnings = (f"warning: {warning}" for warning in self.warnings)
+        return "\n".join([told, plain_text(table, 120), *warnings])
 
 
 def _any_layer(reason: str) -> str:
