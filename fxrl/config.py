@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from fxrl.errors import ConfigError, did_you_mean
 from fxrl.options import Check, Options, at_least
 
 MiB = 2**20
+_PASS_OPTIONS = "{'fp8-lora': {'recipe': 'block'}}"
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -77,17 +78,17 @@ class Config(Options):
             {"recipe": "block", "skip": ["k_proj"]}}``. They win over what the other keys say.
     """
 
-    chunk_tokens: Annotated[int, at_least(1, "use None to plan it")] | None = None
+    chunk_tokens: Annotated[int, at_least(1, "use None to plan it"), "write 1024"] | None = None
     min_saved_bytes: Size = 32 * MiB
     gpu_memory: Size | None = None
     host_memory: Size | None = None
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     compile_regions: bool = True
     on_miss: Literal["warn", "error", "ignore"] = "warn"
-    inductor: Mapping[str, Any] | None = None
-    passes: tuple[str, ...] | None = None
-    context_parallel: Annotated[int, at_least(1, "1 shares nothing")] = 1
-    pass_options: Mapping[str, Any] | None = None
+    inductor: Annotated[Mapping[str, Any], "write {'max_autotune': True}"] | None = None
+    passes: Annotated[tuple[str, ...], "write ['recompute', 'offload']"] | None = None
+    context_parallel: Annotated[int, at_least(1, "1 shares nothing"), "write 2"] = 1
+    pass_options: Annotated[Mapping[str, Any], f"write {_PASS_OPTIONS}"] | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> Config:
         """Refuse an unknown option by name, before ``__init__`` would.
@@ -103,6 +104,8 @@ class Config(Options):
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        if isinstance(self.passes, Iterable) and not isinstance(self.passes, str):
+            object.__setattr__(self, "passes", tuple(self.passes))  # a set does as well
         Options.__post_init__(self)
         object.__setattr__(self, "min_saved_bytes", parse_bytes(self.min_saved_bytes))
 
@@ -111,5 +114,5 @@ class Config(Options):
         if not all(isinstance(options, Mapping) for options in told.values()):
             yield (
                 f"pass_options={told!r} is no mapping of passes to their options, such as "
-                "{'fp8-lora': {'recipe': 'block'}}"
+                f"{_PASS_OPTIONS}"
             )

@@ -1,7 +1,8 @@
 """Options as frozen dataclasses whose annotations say what fits: kinds, and ranges of them.
 
 ``steps: Annotated[int, at_least(1)] = 100`` is checked where the dataclass is made, told where
-tables are bound to it (``fxrl.rl.config``), and written down in the schema of the file.
+tables are bound to it (``fxrl.rl.config``), and written down in the schema of the file. A text
+beside a range is the cure where a value is of no such kind.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Options:
             try:
                 object.__setattr__(self, name, fit(hint, value))
             except TypeError:
-                lines.append(f"{name}={misfit(hint, value)}")
+                cure = _behind(_cures_of(type(self)).get(name, ""))
+                lines.append(f"{name}={misfit(hint, value)}{cure}")
         if lines or (lines := [*self.wrong()]):
             raise self.unfit("\n".join(lines))
 
@@ -60,14 +62,21 @@ def _checks_of(cls: Any) -> dict[str, list[Check]]:
     return _read(cls)[1]
 
 
+def _cures_of(cls: Any) -> dict[str, str]:
+    """What to write instead of a value of another kind, by the field's name."""
+    return _read(cls)[2]
+
+
 @functools.cache
-def _read(cls: Any) -> tuple[dict[str, Any], dict[str, list[Check]]]:
+def _read(cls: Any) -> tuple[dict[str, Any], dict[str, list[Check]], dict[str, str]]:
     found = typing.get_type_hints(cls)
-    checks = {}
+    checks, cures = {}, {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         kinds = (hint, *typing.get_args(hint))
-        checks[name] = [check for kind in kinds for check in getattr(kind, "__metadata__", ())]
-    return {field.name: found[field.name] for field in dataclasses.fields(cls)}, checks
+        told = [one for kind in kinds for one in getattr(kind, "__metadata__", ())]
+        checks[name] = [one for one in told if isinstance(one, Check)]
+        cures[name] = next((one for one in told if isinstance(one, str)), "")
+    return {field.name: found[field.name] for field in dataclasses.fields(cls)}, checks, cures
 
 
 # ---------------------------------------------------------------------------- ranges
