@@ -20,8 +20,11 @@ from torch import fx
 from torch._dynamo.variables import (
     ConstantVariable,
     NumpyVariable,
+    SliceVariable,
     SymNodeVariable,
     TensorVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -149,7 +152,25 @@ def _subscript(translator: Any, instruction: Any) -> None:
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _INTEGERS:
             translator.pop()
             translator.push(index.call_method(translator, "item", [], {}))
+    if _is_looped_over(translator, indexed, index):
+        listed = VariableTracker.build(translator, list).call_function(translator, [indexed], {})
+        translator.popn(2)
+        translator.push(TupleVariable(listed.items[index.as_python_constant()]))
+        return
     getattr(translator, instruction.opname)(instruction)
+
+
+def _is_looped_over(translator: Any, indexed: Any, index: Any) -> bool:
+    """Whether they are those of ``for layer in self.layers[:n]``, where any sequence of these
+    modules does. Dynamo would trace how a module is made to hold them: 2 ms a layer."""
+    if not isinstance(index, SliceVariable) or not index.is_python_constant():
+        return False
+    loops = translator.next_instruction.opname == "GET_ITER"
+    for called in translator.stack[-3:-2]:
+        known = called.realize()
+        loops |= known.is_python_constant() and known.as_python_constant() is enumerate
+    of_modules = isinstance(indexed, UnspecializedNNModuleVariable)
+    return loops and of_modules and type(indexed.value) is torch.nn.ModuleList
 
 
 def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:
