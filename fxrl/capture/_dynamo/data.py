@@ -163,14 +163,14 @@ def _subscript(translator: Any, instruction: Any) -> None:
 def _is_looped_over(translator: Any, indexed: Any, index: Any) -> bool:
     """Whether they are those of ``for layer in self.layers[:n]``, where any sequence of these
     modules does. Dynamo would trace how a module is made to hold them: 2 ms a layer."""
+    of_modules = isinstance(indexed, UnspecializedNNModuleVariable)
+    if not of_modules or type(indexed.value) is not torch.nn.ModuleList:
+        return False
     if not isinstance(index, SliceVariable) or not index.is_python_constant():
         return False
-    loops = translator.next_instruction.opname == "GET_ITER"
-    for called in translator.stack[-3:-2]:
-        known = called.realize()
-        loops |= known.is_python_constant() and known.as_python_constant() is enumerate
-    of_modules = isinstance(indexed, UnspecializedNNModuleVariable)
-    return loops and of_modules and type(indexed.value) is torch.nn.ModuleList
+    below = (value.realize() for value in translator.stack[-3:-2])
+    called = [value.as_python_constant() for value in below if value.is_python_constant()]
+    return translator.next_instruction.opname == "GET_ITER" or called == [enumerate]
 
 
 def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:
