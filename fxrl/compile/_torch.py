@@ -257,13 +257,6 @@ def inductor_decompositions() -> Any:
     return select_decomp_table()
 
 
-def without_repeats(gm: fx.GraphModule) -> None:
-    """Compute equal nodes only once, unless they draw random numbers."""
-    from torch._functorch.compile_utils import fx_graph_cse
-
-    gm.graph = fx_graph_cse(gm.graph)
-
-
 def marking_roundings() -> AbstractContextManager[object]:
     """``make_fx`` inside marks the ops whose results eager rounds, for Inductor's
     ``emulate_precision_casts``."""

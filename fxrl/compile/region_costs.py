@@ -39,13 +39,19 @@ def known_profiles(
     known: dict[str, BodyProfile] = {}
     of_body: dict[str, CompiledRegion] = {}
 
+    def of(built: CompiledRegion) -> BodyProfile:
+        id = built.region.id
+        if id not in known:
+            known[id] = BodyProfile(built, of, seen)
+        return known[id]
+
     def profile(region: Region) -> BodyProfile:
-        if region.id not in known:
-            body = replace(region, cut="inputs").id
-            built = build_region(region, options, plan, of_body.get(body))
-            of_body.setdefault(body, built)
-            known[region.id] = BodyProfile(built, seen)
-        return known[region.id]
+        if region.id in known:
+            return known[region.id]
+        body = replace(region, cut="inputs").id
+        built = build_region(region, options, plan, of_body.get(body))
+        of_body.setdefault(body, built)
+        return of(built)
 
     return profile
 

@@ -113,13 +113,41 @@ def readers_of(node: fx.Node, looks: Looks = is_view) -> Iterator[fx.Node]:
 def share_views(graph: fx.Graph) -> None:
     """Leave one look at a value where there were several: rows that products share are one value
     then, with one gradient."""
+    _share(graph, is_view)
+
+
+def share_repeats(graph: fx.Graph) -> None:
+    """Compute equal calls of a graph that writes nothing once. Random draws differ, memory that is
+    not filled is its own, and so is that of each result."""
+    results = {base_of(result) for result in graph.output_node().all_input_nodes}
+
+    def repeats(node: fx.Node) -> bool:
+        own = node.op != "call_function" or draws_random(node) or base_of(node) in results
+        return not own and getattr(node.target, "overloadpacket", None) is not aten.empty
+
+    _share(graph, repeats)
+
+
+def _share(graph: fx.Graph, shared: Callable[[fx.Node], bool]) -> None:
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if is_view(node):
-            first = known.setdefault((node.target, node.args, str(node.kwargs)), node)
+        if shared(node):
+            key = node.target, _spelled(node.args), _spelled(node.kwargs)
+            first = known.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
+
+
+def _spelled(value: Any) -> Any:
+    """A key that equal arguments share; 1, 1.0 and True are three, and 0.0 and -0.0 two."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_spelled, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _spelled(one)) for name, one in value.items())
+    if isinstance(value, slice):
+        return slice, _spelled((value.start, value.stop, value.step))
+    return value if isinstance(value, (fx.Node, str)) else (type(value), repr(value))
 
 
 def base_of(node: fx.Node, looks: Looks = is_view) -> fx.Node:

@@ -67,7 +67,16 @@ class Pipeline:
         a ``planner`` makes the plan once all sites are found. ``watch`` sees the graph before the
         first pass and after each.
         """
-        gm = clone(gm)
+        return self.rewrite(clone(gm), plan, watch, planner)
+
+    def rewrite(
+        self,
+        gm: fx.GraphModule,
+        plan: Plan,
+        watch: Watch | None = None,
+        planner: Planner | None = None,
+    ) -> Rewritten:
+        """As ``run``, of ``gm`` itself, which is the caller's to change."""
         run = _Run(gm, plan, watch, GraphCheck(gm, values=self.check_values))
         run.told("", Report())
         stages = [[p for p in self.passes if p.stage == stage] for stage in Stage]

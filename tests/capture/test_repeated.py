@@ -417,7 +417,9 @@ class CutOff(Model):
     """The last layer's input needs no gradient, the others' do."""
 
     def body(self, x):
-        for layer in self.layers[:-1]:
+        for layer in self.layers[:1]:
+            x = layer(x)
+        for _, layer in enumerate(self.layers[1:-1]):
             x = layer(x)
         return x + self.layers[-1](x.detach())
 

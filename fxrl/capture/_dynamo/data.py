@@ -20,8 +20,11 @@ from torch import fx
 from torch._dynamo.variables import (
     ConstantVariable,
     NumpyVariable,
+    SliceVariable,
     SymNodeVariable,
     TensorVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -149,7 +152,25 @@ def _subscript(translator: Any, instruction: Any) -> None:
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _INTEGERS:
             translator.pop()
             translator.push(index.call_method(translator, "item", [], {}))
+    if _is_looped_over(translator, indexed, index):
+        listed = VariableTracker.build(translator, list).call_function(translator, [indexed], {})
+        translator.popn(2)
+        translator.push(TupleVariable(listed.items[index.as_python_constant()]))
+        return
     getattr(translator, instruction.opname)(instruction)
+
+
+def _is_looped_over(translator: Any, indexed: Any, index: Any) -> bool:
+    """Whether they are those of ``for layer in self.layers[:n]``, where any sequence of these
+    modules does. Dynamo would trace how a module is made to hold them: 2 ms a layer."""
+    of_modules = isinstance(indexed, UnspecializedNNModuleVariable)
+    if not of_modules or type(indexed.value) is not torch.nn.ModuleList:
+        return False
+    if not isinstance(index, SliceVariable) or not index.is_python_constant():
+        return False
+    below = (value.realize() for value in translator.stack[-3:-2])
+    called = [value.as_python_constant() for value in below if value.is_python_constant()]
+    return translator.next_instruction.opname == "GET_ITER" or called == [enumerate]
 
 
 def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:

@@ -35,16 +35,21 @@ class Figures:
 
 
 class BodyProfile:
-    """Memory and time of a region's two halves at any sizes; ``seen`` as in
-    ``planner.cost.seconds``."""
+    """Memory and time of a region's two halves at any sizes; ``of`` gives the profiles of the
+    regions inside, ``seen`` is as in ``planner.cost.seconds``."""
 
-    def __init__(self, built: CompiledRegion, seen: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        built: CompiledRegion,
+        of: Callable[[CompiledRegion], BodyProfile],
+        seen: Mapping[str, float] | None = None,
+    ) -> None:
         self._built, traced = built, built.traced
         self._forward = _Half(traced.forward, seen)
         self._backward = None if traced.backward is None else _Half(traced.backward, seen)
         self._again = None if traced.again is None else _Half(traced.again, seen)
         self._saved = self._memory_saved()
-        self._inside = {inner.key: BodyProfile(inner, seen) for inner in built.inside.values()}
+        self._inside = {inner.key: of(inner) for inner in built.inside.values()}
         self._known: dict[Any, Figures] = {}
 
     def at(

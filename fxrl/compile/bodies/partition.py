@@ -71,16 +71,17 @@ def partition(
 ) -> Halves:
     """Split a joint graph, whose placeholders are named ``primals`` and ``tangents``, into a
     forward with ``num_outputs`` outputs and a backward. The inputs ``alive`` live until the
-    backward anyway."""
+    backward anyway. It computes nothing twice (``share_repeats``)."""
     if cut in ("inputs", "vectors"):
         again = _run_again(joint, num_outputs, but_products=cut == "vectors")
         return _Settling(*again, num_outputs).settle()
     if cut != "products":
         _keep_attention(joint, rest_again=cut == "attention")
-    with functorch_config.patch(activation_memory_budget=1.0, **_WEIGHED[cut]):
-        pair = min_cut_rematerialization_partition(
+    with functorch_config.patch(cse=False, activation_memory_budget=1.0, **_WEIGHED[cut]):
+        found = min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(alive)
         )
+    pair = [graph_module(joint, half.graph) for half in found]  # of another kind than the joint's
     for node in (node for half in pair for node in half.graph.nodes):
         for told in _TOLD:  # Inductor would take it as said to itself
             node.meta.pop(told, None)

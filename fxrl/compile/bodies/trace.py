@@ -35,12 +35,19 @@ from fxrl.compile._torch import (
     symbolic_mode,
     values_of,
     without_autocast,
-    without_repeats,
     without_saved_tensors_hooks,
 )
 from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, outputs_again, partition
-from fxrl.ir.graph import Size, clone, hint, spelled_alike, tensor_val, writes
+from fxrl.ir.graph import (
+    Size,
+    clone,
+    hint,
+    share_repeats,
+    spelled_alike,
+    tensor_val,
+    writes,
+)
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import InputSpec, Region
@@ -111,36 +118,39 @@ class TracedBody:
                 i for i, o in enumerate(outputs) if o.is_floating_point() or o.is_complex()
             )
             self._joint = self._joint_of(outputs)
-        if self._joint is None:
-            forward = self._trace(self._forward, self.input_examples)
-            self.forward = self._joined(forward)
-        self._cut()
+        if self._joint is not None:
+            self._cut(self._joint)
+        else:
+            self.forward = self._joined(self._trace(self._forward, self.input_examples))
+            self._pass(HALF_PIPELINE, self.forward)
 
     def with_cut(self, region: Region) -> TracedBody:
         """Split the same traced body again for another cut, without tracing it again."""
         twin = copy.copy(self)
-        twin.region, twin.rewrites = region, list(self.rewrites[: self._of_joint])
-        twin._cut()
+        twin.region = region
+        if self._joint is not None:
+            twin.rewrites = list(self.rewrites[: self._of_joint])
+            twin._cut(self._joint)
         return twin
 
     # -- the two cuts
-    def _cut(self) -> None:
+    def _cut(self, joint: fx.GraphModule) -> None:
         """Split the joint graph as the region's cut says."""
         self._of_joint = len(self.rewrites)
-        if self._joint is not None:
-            alive = [i for i, spec in enumerate(self.region.inputs) if spec.alive]
-            joint = clone(self._joint)  # the partitioner changes it
-            with self.mode:
-                halves: Halves = partition(joint, self.num_outputs, alive, cut=self.region.cut)
-            self.forward, self.backward = halves.forward, halves.backward
-            self.sources, self.sizes = halves.sources, halves.sizes
-            if self.num_kept and self.region.groups > 1:
-                summed = outputs_again(self.forward, self.num_outputs)
-                self.again, self.again_sources = summed.backward, summed.sources
-                self.again_sizes = summed.sizes
-        self.forward = self._passed(HALF_PIPELINE, self.forward)
-        self.backward = self.backward and self._passed(HALF_PIPELINE, self.backward)
-        self.again = self.again and self._passed(HALF_PIPELINE, self.again)
+        alive = [i for i, spec in enumerate(self.region.inputs) if spec.alive]
+        joint = clone(joint)  # the partitioner changes it
+        with self.mode:
+            halves: Halves = partition(joint, self.num_outputs, alive, cut=self.region.cut)
+        self.forward, self.backward = halves.forward, halves.backward
+        self.sources, self.sizes = halves.sources, halves.sizes
+        self.again = None
+        if self.num_kept and self.region.groups > 1:
+            summed = outputs_again(self.forward, self.num_outputs)
+            self.again, self.again_sources = summed.backward, summed.sources
+            self.again_sizes = summed.sizes
+        for graph in (self.forward, self.backward, self.again):
+            if graph is not None:
+                self._pass(HALF_PIPELINE, graph)
 
     @property
     def num_kept(self) -> int:
@@ -168,16 +178,17 @@ class TracedBody:
         return self._trace(self._both(), [self.input_examples, self.grad_examples])
 
     def _joined(self, gm: fx.GraphModule) -> fx.GraphModule:
-        gm = self._passed(JOINT_PIPELINE, gm)
-        adds = adds_adapters(self.region.inputs[0].example.device)
-        return self._passed(ADDING_PIPELINE, gm) if adds else gm
+        self._pass(JOINT_PIPELINE, gm)
+        if adds_adapters(self.region.inputs[0].example.device):
+            self._pass(ADDING_PIPELINE, gm)
+        share_repeats(gm.graph)
+        return gm
 
-    def _passed(self, pipeline: Pipeline, gm: fx.GraphModule) -> fx.GraphModule:
+    def _pass(self, pipeline: Pipeline, gm: fx.GraphModule) -> None:
+        """Run passes over a graph that is this body's own."""
         name_sites(gm, self.region.id)
         with self.mode:
-            done = pipeline.run(gm, self._plan)
-        self.rewrites += done.rewrites
-        return done.gm
+            self.rewrites += pipeline.rewrite(gm, self._plan).rewrites
 
     # -- sizes
     def serves(self, sizes: Mapping[str, int]) -> bool:
@@ -298,7 +309,7 @@ class TracedBody:
                 values = wraps(function)(torch.func.functionalize(gm))  # arguments keep their names
                 gm = make_fx(values, decomposition_table=table)(*inputs)
         gm.graph.eliminate_dead_code()
-        without_repeats(gm)  # as a cut does: what is scored goes through what is trained
+        share_repeats(gm.graph)  # what is scored goes through what is trained
         _keep_factors(gm.graph)
         gm.recompile()
         return gm
