@@ -106,7 +106,7 @@ def main(kinds: list[str]) -> None:
 
     pack = layer_utils.dispatch_cpu_unquantized_gemm
     torch.accelerator.empty_cache = lambda: None  # the loader calls it on a machine without one
-    # vLLM asks each class in a process that imports all anew, for seconds; here it is loaded anyhow.
+    # vLLM asks a class in a process that imports all anew, for seconds; here it is loaded anyhow.
     registry._run_in_subprocess = lambda ask: ask()
     initialized = False
     for kind in kinds:
