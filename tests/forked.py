@@ -1,6 +1,12 @@
 """Processes that begin with all that the tests' one has imported, which takes seconds."""
 
+import os
+import runpy
+import sys
+import tempfile
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,3 +20,26 @@ def in_processes(work: Callable[..., object], *args: Any, count: int = 2) -> Non
     """
     method = "spawn" if torch.__version__ < "2.13" else "fork"
     torch.multiprocessing.start_processes(work, args, count, start_method=method)
+
+
+def run_forked(script: Path, *arguments: str) -> tuple[int, str]:
+    """The exit code of a file that is run as a script, and what it said."""
+    with tempfile.TemporaryFile("w+") as said:
+        child = os.fork()
+        if not child:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            sys.argv = [str(script), *arguments]
+            code = 1
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+                code = 0
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        said.seek(0)
+        return os.waitstatus_to_exitcode(status), said.read()

@@ -49,6 +49,7 @@ saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_t
 ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode  # and where torch.inference_mode does
 EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast  # and where torch.autocast does
+STATIC_SIZES = "_dynamo_static_indices"  # of a tensor: the dims that torch._dynamo.mark_static names
 STATIC_INPUT = "_dynamo_static_input_type"  # in an input's "tensor_dict": a module's parameter or buffer
 cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was compiled of a function
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import maybe_mark_dynamic
+from fxrl.capture._torch import STATIC_SIZES, maybe_mark_dynamic
 
 
 def mark_batch(batch: Any) -> None:
-    """Mark batch and length of every tensor as dynamic (softly: a constant stays legal).
+    """Mark batch and length of every tensor as dynamic (softly: a constant stays legal), but for
+    sizes that ``torch._dynamo.mark_static`` says do not vary, which are captured faster.
 
     The index and bool tensors of two or more dims (token ids, masks) say what batch and length are.
     A tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
@@ -57,5 +58,6 @@ def _is_index(tensor: torch.Tensor) -> bool:
 
 
 def _mark(tensor: torch.Tensor, dim: int) -> None:
-    if tensor.shape[dim] > 1:
+    static = getattr(tensor, STATIC_SIZES, ())  # the caller's word, which this mark would hide
+    if tensor.shape[dim] > 1 and dim not in static:
         maybe_mark_dynamic(tensor, dim)

@@ -14,7 +14,7 @@ import torch
 
 import fxrl
 from fxrl.inspect.dump import record_of
-from tests.capture.mixer import assert_matches_eager
+from tests.capture.mixer import assert_matches_eager, fixed
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +81,14 @@ def test_ten_shapes_take_two_captures():
     for shape in shapes:
         assert_matches_eager(step, entropy_loss, model, batch_of(*shape), tol=1e-5)
     assert len(step.captures) <= 2
+
+
+def test_sizes_that_the_caller_marks_as_static_are_constants():
+    model = Lm()
+    step = step_for(model)
+    for number, shape in enumerate([(2, 7), (3, 9)], 1):
+        assert_matches_eager(step, entropy_loss, model, fixed(batch_of(*shape)), tol=1e-5)
+        assert len(step.captures) == number
 
 
 def test_a_graph_break_is_worked_around_and_reported():

@@ -253,9 +253,6 @@ def make_step(case: Case) -> None:
         gpu_memory=None if case.plan is None else "1GiB",
         precision=case.precision,
     )
-    if len(case.batches) == 1:  # sizes that do not vary are captured faster
-        for value in case.batches[0].values():
-            torch._dynamo.mark_static(value)
     case.step = optimize(case.model(), case.loss_fn, config, plan=case.plan)
     case.alone = optimize(case.step.model, case.loss_fn, replace(config, context_parallel=1))
 

@@ -12,11 +12,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 
-import fxrl.capture.captured_loss
 from fxrl import losses
 from fxrl.config import Config
 from fxrl.passes import REGISTRY
 from fxrl.step import optimize
+from tests.capture.mixer import fixed
 from tests.compile.test_architectures import gradients, padded_batch, tiny_model
 
 #: Naming the pass asks for it at every size; see ``Plan.from_config``.
@@ -48,12 +48,8 @@ def test_layers_become_regions(
     calls: int,
     bodies: int,
     checkpointed: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        fxrl.capture.captured_loss, "mark_batch", lambda batch: None
-    )  # fixed sizes: faster
-    model, batch = tiny_model(kind, layers), padded_batch()
+    model, batch = tiny_model(kind, layers), fixed(padded_batch())
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()

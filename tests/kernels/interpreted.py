@@ -2,12 +2,10 @@
 
 import functools
 import json
-import os
-import runpy
 import sys
-import tempfile
-import traceback
 from pathlib import Path
+
+from tests.forked import run_forked
 
 FOLDER = Path(__file__).parent
 
@@ -33,29 +31,6 @@ def mend_interpreter():
     interpreter.InterpretedFunction.__call__ = call
 
 
-def run_forked(file, *arguments):
-    """The exit code of a file that is run as a script, and what it said."""
-    with tempfile.TemporaryFile("w+") as said:
-        child = os.fork()
-        if not child:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-            sys.argv = [file, *arguments]
-            code = 1
-            try:
-                runpy.run_path(str(FOLDER / file), run_name="__main__")
-                code = 0
-            except SystemExit as end:
-                code = end.code or 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        said.seek(0)
-        return os.waitstatus_to_exitcode(status), said.read()
-
-
 if __name__ == "__main__":
     import fxrl.kernels.decode_attention
     import fxrl.kernels.dequantized
@@ -63,4 +38,6 @@ if __name__ == "__main__":
     import fxrl.kernels.linear_logprob.cuda
     import fxrl.kernels.sample  # noqa: F401  # imported once, before the forks
 
-    print(json.dumps({given: run_forked(*given.split(",")) for given in sys.argv[1:]}))
+    files = {given: given.split(",") for given in sys.argv[1:]}
+    told = {given: run_forked(FOLDER / file, *more) for given, (file, *more) in files.items()}
+    print(json.dumps(told))

@@ -17,7 +17,7 @@ from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.data import read_data
 from fxrl.rl.loop.precomputed import FILE
 from fxrl.rl.train import main
-from tests.capture.mixer import assert_matches_eager
+from tests.capture.mixer import assert_matches_eager, fixed
 from tests.rl.loop.rank_cases import group
 from tests.rl.metrics import numbers
 
@@ -260,7 +260,7 @@ def test_distilling_under_a_frozen_head_is_eager(beta):
     loss_fn = losses.distill(teacher, beta)
     config = Config(min_saved_bytes=0, compile_regions=False, passes=("chunk-vocab-region",))
     step = optimize(model, loss_fn, config)
-    assert_matches_eager(step, loss_fn, model, batch)
+    assert_matches_eager(step, loss_fn, model, fixed(batch))
     with torch.no_grad():
         step(batch)
     for capture, cut in zip(step.captures, ("vectors", "inputs"), strict=True):
@@ -288,7 +288,7 @@ def test_the_optimized_step_is_eager(kind):
     loss_fn = losses.by_name(kind, **given)
     config = Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
     step = optimize(model, loss_fn, config)
-    assert_matches_eager(step, loss_fn, model, batch)
+    assert_matches_eager(step, loss_fn, model, fixed(batch))
     if not scores:  # which has no vocabulary
         rewritten = "chunk-vocab-region" if kind == "distill" else "fuse-linear-logprob"
         assert rewritten in {r.pass_name for r in step.report.of_kind("applied")}

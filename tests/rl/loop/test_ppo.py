@@ -18,7 +18,7 @@ from fxrl.models import load_model, tiny_tokenizer
 from fxrl.rl import Trainer
 from fxrl.rl.callbacks import Callback
 from fxrl.rl.config.load import config_of
-from tests.capture.mixer import assert_matches_eager
+from tests.capture.mixer import assert_matches_eager, fixed
 from tests.rl.metrics import numbers
 
 TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
@@ -239,7 +239,7 @@ def test_the_optimized_step_is_eager():
     passes = ("fuse-linear-logprob", "outline-layers", "recompute")
     config = Config(min_saved_bytes=0, compile_regions=False, on_miss="error", passes=passes)
     step = optimize(model, loss_fn, config)
-    (_, metrics), _ = assert_matches_eager(step, loss_fn, model, batch)
+    (_, metrics), _ = assert_matches_eager(step, loss_fn, model, fixed(batch))
     assert {*passes} <= {r.pass_name for r in step.report.of_kind("applied")}
     assert any("2 layers were captured as 1" in r.reason for r in step.report.remarks)
     assert metrics["value_loss"] > 0
