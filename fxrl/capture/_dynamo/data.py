@@ -52,6 +52,8 @@ _LEAVES = {
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MANY_ROWS = 1000  # each round of a loop is traced
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
+# From torch 2.15 on Dynamo looks methods of tensors up here, and no more by name on the class.
+_TABLE: Any = vars(TensorVariable).get("tp_methods")
 _call_tensor = TensorVariable.call_method
 _make_range: Any = BuiltinVariable.call_range
 _call = TorchInGraphFunctionVariable.call_function
@@ -384,14 +386,20 @@ def _wide(tx: Any, number: Any) -> Any:
     return wrap_fx_proxy(tx, call("call_function", torch.scalar_tensor, given, options))
 
 
+def _methods(own: dict[str, Callable[..., Any]]) -> list[tuple[Any, str, Any]]:
+    """How methods of tensors, by name, are traced by these."""
+    if _TABLE is None:
+        return [(TensorVariable, f"method_{name}", traced) for name, traced in own.items()]
+    entry = type(_TABLE["tolist"])
+    return [(TensorVariable, "tp_methods", _TABLE | {n: entry(f) for n, f in own.items()})]
+
+
 HANDLERS = {dis.opmap[name]: _jump(name) for name in _JUMPS}
 if "BINARY_SUBSCR" in dis.opmap:  # a case of BINARY_OP from Python 3.14 on
     HANDLERS[dis.opmap["BINARY_SUBSCR"]] = _subscript
 REPLACED: list[tuple[Any, str, Any]] = [
+    *_methods({"tolist": _listed, "split": _split, "chunk": _chunk}),
     (TensorVariable, "unpack_var_sequence", _unpacked),
-    (TensorVariable, "method_tolist", _listed),
-    (TensorVariable, "method_split", _split),
-    (TensorVariable, "method_chunk", _chunk),
     (TorchInGraphFunctionVariable, "call_function", _call_in_graph),
     (TensorVariable, "call_method", _drawn),
     (BuiltinVariable, "call_range", _range),
