@@ -48,7 +48,7 @@ from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, text_on_any_gpu
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
-from fxrl.ir.site import name_sites
+from fxrl.ir.site import name_held, name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
 from fxrl.passes import pipeline
@@ -71,6 +71,7 @@ class Backend:
         target: what to plan for; None for the GPU that the model is on.
         limits: what to plan from; None for those of ``target``, and of the moment.
         judge: what is asked about misses.
+        held: names of what the loss function holds, for those of sites.
         always_rewritten: run the lowered graph even where no pass rewrote anything, so that
             ``verify`` tells what lowering does from what the passes do.
     """
@@ -95,11 +96,13 @@ class Backend:
         self.target = target
         self.limits: Limits | None = None
         self.judge = Judge(config.on_miss)
+        self.held: Mapping[str, str] = {}
         self.captures: list[Capture] = []
         self._derived = DerivedInputs()
         self._pipeline = pipeline(config)  # an unknown pass is an error now, not at the first batch
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
+        name_held(gm, self.held)
         gm, lifted = share_bodies(gm)
         run = self._capture(gm, [*example_inputs, *(one.tensor for one in lifted)])
         if follows_branches(gm) and not self.only_explain:
