@@ -17,6 +17,7 @@ from fxrl.planner.target import TARGETS
 from fxrl.step import TrainStep
 from tests.capture.mixer import assert_matches_eager
 from tests.passes.layered import make_stack, square_loss
+from tests.planner.test_memory_profile import most_allocated
 
 PASSES = ("recompute", "offload", "tile-tokens", "group-heads")
 MiB = 2**20
@@ -159,6 +160,29 @@ def test_what_a_first_forward_keeps_waits_beside_the_second():
     assert found.peak_gpu_bytes <= budget
     assert found.peak_host_bytes > 0
     assert [c.sending is not None for c in cuts(found)] == [True] * 6
+
+
+@pytest.mark.parametrize("kept", ["ppp", "iip"])
+@pytest.mark.parametrize("loss_fn", [square_loss, two_forwards])
+def test_a_step_allocates_what_its_plan_says(loss_fn, kept):
+    """By the CPU allocator's count: bodies run op by op here, and attention has its own scratch."""
+    torch.manual_seed(0)
+    model = make_stack(3, width=64, heads=4)
+    ids = {name: torch.randint(0, 11, (2, 1024)) for name in ("ids", "other")}
+    names = {"p": "products", "i": "inputs"}
+    given = Plan({f"0:blocks.{i}": CutLayer(names[one]) for i, one in enumerate(kept)})
+    step = stepped(model, loss_fn, given, gpu_memory="1GiB")
+
+    def work():
+        loss = step(ids)
+        loss.backward()
+        return loss
+
+    work()
+    model.zero_grad(set_to_none=True)
+    moments = step.plan.timeline
+    planned = max(m.bytes - m.parts["weights and states"] for m in moments)
+    assert planned == pytest.approx(most_allocated(work), rel=0.08)
 
 
 def test_two_forwards_run_as_planned():
