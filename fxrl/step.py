@@ -28,7 +28,6 @@ from fxrl.inspect.explain import explained
 from fxrl.inspect.verify import Reference, verify_step
 from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.graph import gpu_of
-from fxrl.ir.on_miss import judge_misses
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
 from fxrl.ops.context_parallel import (
@@ -67,7 +66,7 @@ class TrainStep:
         self._backend = backend or Backend(config, self._given)
         self._wrapper = Wrapper(model)
         self._captured = CapturedLoss(self._wrapper.inner, loss_fn, self._backend)
-        judge_misses(self._wrapper.report, config.on_miss)
+        self._backend.judge(self._wrapper.report)
 
     @property
     def model(self) -> nn.Module:
@@ -94,8 +93,9 @@ class TrainStep:
         if not self._backend.captures:
             log.info("capturing the step")
         known = len(self._captured.losses.remarks)
-        result = self._wrapper.run(partial(self._captured, batch))
-        judge_misses(Report(self._captured.losses.remarks[known:]), self.config.on_miss)
+        with self._backend.judge.after():
+            result = self._wrapper.run(partial(self._captured, batch))
+            self._backend.judge(Report(self._captured.losses.remarks[known:]))
         return result
 
     def _meet(self, batch: Any) -> None:

@@ -25,6 +25,7 @@ class Stretch:
     """A layer in one forward."""
 
     layer: str  # its name
+    calls: tuple[fx.Node, ...]  # its regions, in order
     nodes: tuple[fx.Node, ...]  # its ops, in order
     # Of the values made ahead those that are its own: no op behind it reads them, nor does one
     # ahead of it but of the layer that made them.
@@ -47,7 +48,8 @@ def stretches_of(gm: fx.GraphModule, layers: Collection[str]) -> Iterator[Stretc
     before: tuple[fx.Node, ...] = ()
     for run, begin, tail in zip(runs, begins, _tails(runs, behind), strict=True):
         nodes = tuple(ops[begin : place[run[-1]] + 1 + tail])
-        yield Stretch(run[0].meta["region"].layer, nodes, frozenset(_own(nodes, before, place)))
+        given = frozenset(_own(nodes, before, place))
+        yield Stretch(run[0].meta["region"].layer, tuple(run), nodes, given)
         before = nodes
 
 

@@ -12,7 +12,7 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from traceback import FrameSummary
@@ -40,7 +40,7 @@ from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.gradient_hooks import hung
-from fxrl.capture.held_models import models_held
+from fxrl.capture.held_models import models_held, names_held
 from fxrl.capture.repeated import RepeatedLayers
 from fxrl.capture.scoped_hooks import Takeover, install_collectors
 from fxrl.errors import FxrlError
@@ -77,6 +77,7 @@ class Backend(Protocol):
 
     captures: list[Any]
     only_explain: bool
+    held: Mapping[str, str]  # the names of what the loss function holds (``names_held``)
 
     def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]: ...
 
@@ -95,6 +96,7 @@ class CapturedLoss:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], backend: Backend) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._backend = backend
+        backend.held = names_held(loss_fn)
         found = weakref.ref(backend)
 
         def weak_backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

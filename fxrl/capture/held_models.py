@@ -68,6 +68,25 @@ def _parts(name: str, value: Any, names: _Names) -> Iterator[tuple[str, Any, _Na
                 yield from _of_method(method, name, value)
 
 
+def names_held(loss_fn: Callable[..., Any]) -> dict[str, str]:
+    """What a loss function holds, itself or by functions that it wraps: by the way to it as Dynamo
+    writes it, the name that the user gave it."""
+    found: dict[str, str] = {}
+    waiting: list[tuple[str, Any]] = [("L['loss_fn']", loss_fn)]
+    for way, value in islice(waiting, _MANY):  # grows; functions may hold themselves
+        if isinstance(value, partial):
+            waiting.append((f"{way}.func", value.func))
+            found |= {f"{way}.keywords['{name}']": name for name in value.keywords}
+        elif isinstance(value, types.FunctionType):
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            for place, (name, cell) in enumerate(cells):
+                inner = f"{way}.__closure__[{place}].cell_contents"
+                found[inner] = name
+                with suppress(ValueError):  # not yet filled
+                    waiting.append((inner, cell.cell_contents))
+    return found
+
+
 def _of_method(method: Any, name: str, owner: Any) -> Iterator[tuple[str, Any, _Names]]:
     method = inspect.unwrap(method)
     yield name, method, frozenset()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import json
 import textwrap
+from typing import Any
 
 import fxrl
 from fxrl.errors import installing
@@ -36,9 +38,21 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return "\n".join(indent + line for lines in wrapped for line in lines)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest of the values that there are (as Python 3.14's can)."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            close = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+            error.message += f"; did you mean {close[0]!r}?" if close else ""
+            raise
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the ``fxrl`` command; the namespace has ``handler``, a name in ``commands``."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="fxrl",
         description="Rewrite model and RL loss into a train step that needs a fraction of the "
         "memory, and say what was done.",

@@ -43,12 +43,12 @@ from fxrl.errors import FxrlError, PlanError, did_you_mean
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, gpu_of, has_hint, hint, tensor_val
-from fxrl.ir.on_miss import judge_misses, open_misses
+from fxrl.ir.on_miss import Judge, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, text_on_any_gpu
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report, first_line
-from fxrl.ir.site import name_sites
+from fxrl.ir.site import name_held, name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
 from fxrl.passes import pipeline
@@ -76,13 +76,17 @@ class Backend:
     accumulated: bool = False  # predict a micro-batch that is not the first of its update
     target: Target | None = None  # what to plan for; None for the GPU that the model is on
     limits: Limits | None = None  # to plan from; None for those of ``target``, and of the moment
+    held: Mapping[str, str] = field(default_factory=dict, init=False)  # see ``names_held``
     captures: list[Capture] = field(default_factory=list, init=False)  # so far, in order
+    judge: Judge = field(init=False)  # is asked about misses
 
     def __post_init__(self) -> None:
+        self.judge = Judge(self.config.on_miss)
         self._derived = DerivedInputs()
         self._pipeline = pipeline(self.config)  # an unknown pass is an error now
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
+        name_held(gm, self.held)
         gm, lifted = share_bodies(gm)
         run = self._capture(gm, [*example_inputs, *(one.tensor for one in lifted)])
         if follows_branches(gm) and not self.only_explain:
@@ -106,7 +110,7 @@ class Backend:
         capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph", kind)
         if rewritten is None:
             return _as_written(gm)
-        judge_misses(capture.report, self.config.on_miss)
+        self.judge(capture.report)
         if self.only_explain or not (self.always_rewritten or _is_rewritten(capture)):
             return _as_written(gm)
         try:
@@ -198,6 +202,7 @@ class Backend:
                     *limits,
                     with_context=self.always_planned,
                     accumulated=self.accumulated,
+                    passes=frozenset(one.name for one in self._pipeline.passes),
                 )
                 return self._made(capture, gm, plan, Batch(held=held))
             except FxrlError:
@@ -291,7 +296,7 @@ class Backend:
             why = f"a body of it runs op by op, as it could not be compiled: {first_line(error)}"
             site = built.region.layer or "graph"
             missed = capture.note(RemarkKind.MISSED, "kernels", why, site=site)
-            judge_misses(missed, self.config.on_miss)
+            self.judge(missed)
             return build_region(built.region, None, self.plan)
         return built
 
@@ -307,7 +312,7 @@ class Backend:
             capture.rewritten = replace(
                 capture.rewritten, report=Report(rewritten), plan=Plan(), rewrites=()
             )
-        judge_misses(missed, self.config.on_miss)
+        self.judge(missed)
 
 
 class _Guarded:

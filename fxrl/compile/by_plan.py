@@ -26,6 +26,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -217,8 +218,9 @@ def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
     """Say in words how much memory was predicted and how much was in use where it ran out."""
     layers, timeline, used = planned.layers, planned.plan.timeline, shortage.used_bytes
     layer = layers[shortage.op] if shortage.op < len(layers) else None
-    found = [m for m in timeline if m.phase == phase and m.layer == layer]
-    moment = (found or [m for m in timeline if m.phase == "head"])[0]
+    found = [m for m in timeline if m.phase == phase and m.layer == layer]  # of each forward
+    found = (found if phase == "forward" else found[::-1])[: _forward_of(shortage.op, layers)]
+    moment = (found or [m for m in timeline if m.phase == "head"])[-1]
     actual = f", {format_bytes(used)} were in use" if used else ""
     if shortage.pieces_bytes > FRAGMENTS * used:
         actual += (
@@ -228,6 +230,12 @@ def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
     first = shortage.error.splitlines()[0].partition(". GPU")[0]
     predicted = f"{format_bytes(moment.bytes)} were predicted there"
     return f"memory ran out in {moment.where}: {predicted}{actual}; {first}"
+
+
+def _forward_of(op: int, layers: Sequence[int | None]) -> int:
+    """In the how manieth forward of its layer an op stands."""
+    ran = [layer for layer, _ in groupby(layers[: op + 1])]
+    return ran.count(ran[-1]) if ran else 0
 
 
 def _layers(gm: fx.GraphModule, plan: Plan) -> Iterator[int | None]:

@@ -1,8 +1,10 @@
-"""What a step takes outside of its layers: weights, embeddings, the last norm, head and loss."""
+"""What a step takes outside of its layers: weights, embeddings, the last norm, head and loss; and
+what a loss computes between two forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,12 +14,23 @@ from fxrl.analysis.saved_tensors import read_later
 from fxrl.analysis.stretches import Stretch
 from fxrl.compile.bodies.figures import Figures
 from fxrl.compile.region_costs import Profiles, call_cost, eager_seconds, off_meta
-from fxrl.ir.graph import base_of, bound, is_loss_head, is_tensor, needs_grad, shape_of, val_of
+from fxrl.ir.graph import (
+    base_of,
+    bound,
+    is_loss_head,
+    is_tensor,
+    is_view,
+    needs_grad,
+    readers_of,
+    shape_of,
+    val_of,
+)
 from fxrl.ir.region import Region, region_at
 from fxrl.kernels.hopper import plan as head_plan
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, made_in_forward, parse_outputs
 from fxrl.ops.piecewise_head import online_bytes
 from fxrl.ops.sharded import WIDENED, Layout
+from fxrl.planner.chain import Option
 from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost, profile
 from fxrl.planner.memory_profile import nbytes
@@ -34,9 +47,12 @@ _HEAD_BACKWARD_SCRATCH = 256 * 2**20
 _MULTIPROCESSORS = 132
 
 
-def _read_by(values: Iterable[fx.Node], ops: Iterable[fx.Node]) -> set[fx.Node]:
-    readers = {*ops}
-    return {value for value in values if not readers.isdisjoint(value.users)}
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What is computed between two forwards."""
+
+    nodes: Sequence[fx.Node]
+    option: Option  # what it costs
 
 
 class Outside:
@@ -44,6 +60,14 @@ class Outside:
 
     ``runs`` are the layers' ops, ``holding`` the weights that have a gradient already, and
     ``state_shards`` ranks share out the optimizer's states.
+
+    Attributes:
+        ahead, behind: the ops ahead of the first run, and behind the last.
+        between: what is behind each of the others, None where that is nothing.
+        base_bytes: alive during the whole step.
+        held_bytes: of these, gradients that are there when the step begins.
+        head_bytes: the most that is allocated between the last layer's forward and its backward.
+        seconds: of all ops.
     """
 
     def __init__(
@@ -57,28 +81,21 @@ class Outside:
         state_shards: int,
     ) -> None:
         self._runs, self._profiles, self._target, self._measure = runs, profiles, target, measure
-        inside = {node for run in runs for node in run.nodes}
         ops = [node for node in gm.graph.nodes if node.op == "call_function"]
-        begin = next((place for place, node in enumerate(ops) if node in inside), 0)
-        end = max((place + 1 for place, node in enumerate(ops) if node in inside), default=0)
-        outside = [node for node in ops if node not in inside]
-        ahead, behind = ops[:begin], ops[end:]
-        between = [node for node in ops[begin:end] if node not in inside]
+        self.ahead, *between, self.behind = parts = _around(ops, runs)
         weights = [node for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
         trained = [node for node in weights if needs_grad(node)]
         states = _ADAM_STATES * self._bytes(trained) // state_shards
-        shared = self._bytes(self._shared(ahead)) + self._buffers(ops)
-        shared += profile(between, measure, self._cost).kept_bytes
-        self.held_bytes = self._bytes(holding)  # gradients that are there when the step begins
-        # Alive during the whole step.
+        shared = self._bytes(self._shared(self.ahead)) + self._buffers(ops)
+        self.held_bytes = self._bytes(holding)
         self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES + self.held_bytes
-        embedded, headed = _read_by(trained, ahead), _read_by(trained, behind)
-        # The gradient of a weight that has one is added to that at once, unless the weight is read
-        # ahead of the layers, too (it is tied): then it waits for the rest of itself.
-        added = (headed & holding) - embedded
-        self.gradients = self._bytes(embedded), self._bytes(headed - added)  # ahead, and behind
-        # The most that is allocated between the last layer's forward and its backward.
-        self.head_bytes = profile(behind, measure, self._cost).peak_bytes + self._bytes(added)
+        self.between = [self._between(part, parts[n + 2 :]) for n, part in enumerate(between)]
+        # What only the head reads: its gradient is added at once to one that is there.
+        readers = {weight: {*filter(needs_grad, weight.users)} for weight in holding}
+        added = [weight for weight, ops in readers.items() if ops and ops <= {*self.behind}]
+        headed = profile(self.behind, measure, self._cost).peak_bytes
+        self.head_bytes = headed + self._bytes(added)
+        outside = [node for part in parts for node in part]
         eager = eager_seconds(outside, measure, target)
         self.seconds = eager + sum(map(self._seconds, outside))
 
@@ -104,6 +121,30 @@ class Outside:
             read = {base_of(arg) for node in run.nodes for arg in node.all_input_nodes}
             shared |= read - run.given - {*run.nodes}
         return {node for node in shared if node.op == "call_function"}
+
+    def _between(
+        self, ops: Sequence[fx.Node], later: Sequence[Sequence[fx.Node]]
+    ) -> Between | None:
+        """The cost of ops between two forwards; ``later`` are those behind other forwards, which
+        may read what these compute. Their seconds are the head's."""
+        found = profile(ops, self._measure, self._cost)
+        costs = {node: self._cost(node) for node in ops}
+        saved = {
+            base_of(value)
+            for node, cost in costs.items()
+            for value in (read_later(node) if cost is None else cost.reads_later)
+        }
+        behind = {node for part in later for node in part}
+        own = (node for node in ops if is_tensor(node) and not is_view(node) and node not in saved)
+        read = [node for node in own if not behind.isdisjoint(readers_of(node))]
+        kept = found.kept_bytes + self._bytes(read)
+        graded = {arg for node in filter(needs_grad, ops) for arg in node.all_input_nodes}
+        weights = {arg for arg in graded if arg.op == "placeholder" and needs_grad(arg)}
+        backward = found.backward_bytes + self._bytes(weights)
+        if not any((found.forward_bytes, kept, backward)):
+            return None
+        option = Option(None, kept, 0, 0.0, 0.0, found.forward_bytes, backward, takes_turn=False)
+        return Between(ops, option)
 
     def _cost(self, node: fx.Node) -> CallCost | None:
         """A head's, or that of another region that is no layer; None for ATen ops."""
@@ -168,6 +209,16 @@ class Outside:
             again = not _made_in_forward(node)
             products, reads = 2 + again + needs_grad(given["weight"]), 1 + again
         return max(2 * products * prod(rows) * entries / target.product_flops, reads * brought)
+
+
+def _around(ops: Sequence[fx.Node], runs: Sequence[Stretch]) -> list[Sequence[fx.Node]]:
+    """The ops ahead of the first run, behind each run, and so behind the last."""
+    if not runs:
+        return [(), ops]
+    place = {node: index for index, node in enumerate(ops)}
+    ends = [0, *(place[run.nodes[-1]] + 1 for run in runs)]
+    begins = [*(place[run.nodes[0]] for run in runs), len(ops)]
+    return [ops[end:begin] for end, begin in zip(ends, begins, strict=True)]
 
 
 def _differentiated(head: fx.Node) -> set[str]:

@@ -7,9 +7,10 @@ each cut, not compiled: what a layer needs and how long it takes is read off its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import fx
 from fxrl.analysis.head_groups import kv_heads
 from fxrl.analysis.stretches import Stretch, stretches_of
 from fxrl.compile.bodies.figures import Figures
-from fxrl.compile.outside import Outside
+from fxrl.compile.outside import Between, Outside
 from fxrl.compile.region_costs import Profiles, as_chosen, away_bytes, call_cost, eager_seconds
 from fxrl.errors import PlanError
 from fxrl.ir.graph import hint, needs_grad, shape_of, val_of
@@ -36,7 +37,7 @@ from fxrl.planner.eager_profile import CallCost, profile
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.pace import paced, step_seconds
 from fxrl.planner.schedule import Measure, volume
-from fxrl.planner.solver import fastest, least_peak
+from fxrl.planner.solver import fastest, least_host_bytes, least_peak
 from fxrl.planner.target import Target
 
 #: What may be chosen for a layer, tiles apart. The first is the fastest.
@@ -58,6 +59,13 @@ CUTS = (
 TILES = (0, 4096)
 #: What is tried beside with each KV head by itself: the fewest bytes, where nothing else fits.
 GROUPED = tuple(cut for cut in CUTS if cut.kept in ("attention", "inputs"))
+#: What each pass does of a choice; without it a layer has this instead.
+UNDONE: Mapping[str, Mapping[str, Any]] = {
+    "recompute": {"kept": "products"},
+    "tile-tokens": {"tile_tokens": 0},
+    "group-heads": {"head_groups": 0},
+    "offload": {"inputs_on": "gpu", "kept_on": "gpu"},
+}
 _MOST = 2**24  # tokens, or rows; nobody asks for more
 _GUESSES = 12
 
@@ -88,6 +96,7 @@ class Planner:
     with_context: bool = False  # find the longest context, too
     # As if every weight that is trained had a gradient of another micro-batch.
     accumulated: bool = False
+    passes: frozenset[str] = frozenset(UNDONE)  # those that will act; nothing else is chosen
 
     def __call__(self, gm: fx.GraphModule, plan: Plan, batch: Batch | None = None) -> Plan:
         """The plan with a choice for every layer, and the predictions for the step; ``batch`` if it
@@ -109,9 +118,7 @@ class Planner:
         """A plan that was made, with what is predicted of it for another batch; None where it does
         not fit the budget."""
         step = self.step(gm, plan, batch)
-        given = (plan.choices[layer.name] for layer in step.layers)
-        pairs = zip(step.chain().layers, given, strict=True)
-        options = [replace(o, choice=c) for (o,), c in pairs if isinstance(c, CutLayer)]
+        options = step.given()
         found = _foretold(step, options)
         assert found.peak_gpu_bytes is not None
         if found.peak_gpu_bytes > self.budget.gpu_bytes:
@@ -124,7 +131,8 @@ class Planner:
         values = {symbol: sympy.Integer(size) for symbol, size in batch.sizes}
         held = frozenset(_trained(gm)) if self.accumulated else batch.held
         shards = self.budget.state_shards
-        return StepChain(gm, plan, self.profiles, self.target, values, held, shards)
+        given = self.profiles, self.target, values, held, shards, self.passes
+        return StepChain(gm, plan, *given)
 
     def too_large(self, step: StepChain) -> str:
         """Why no plan fits: what is largest, and what would fit."""
@@ -152,6 +160,7 @@ class StepChain:
     values: Mapping[Any, int] = field(default_factory=dict)
     held: frozenset[int] = frozenset()  # see ``Batch``
     state_shards: int = 1  # ranks that share out the optimizer's states
+    passes: frozenset[str] = frozenset(UNDONE)  # see ``Planner``
 
     @cached_property
     def layers(self) -> list[OutlinedLayer]:
@@ -171,26 +180,26 @@ class StepChain:
         return {symbol: sympy.Integer(hint(read(inputs))) for symbol, read in found}
 
     @cached_property
-    def _alike(self) -> dict[str, OutlinedLayer]:
-        """For each layer, the one that represents it: equal except in which gradients are wanted
-        (the first layer's input may need none), which makes little difference."""
-        groups: dict[Any, list[OutlinedLayer]] = {}
-        for layer in self.layers:
-            key = tuple(call.meta["region"].id_without_grads for call in layer.calls)
-            groups.setdefault(key, []).append(layer)
-
-        def gradients(layer: OutlinedLayer) -> int:
-            return sum(call.meta["region"].num_grads for call in layer.calls)
-
-        return {one.name: max(group, key=gradients) for group in groups.values() for one in group}
+    def _alike(self) -> dict[Stretch, Stretch]:
+        """For each run of a layer, the one that represents it: of the same sizes, and equal except
+        in which gradients are wanted (the first layer's input may need none), which makes little
+        difference where any are."""
+        groups: dict[Any, list[Stretch]] = {}
+        for run in self.runs:
+            key = tuple(call.meta["region"].id_without_grads for call in run.calls)
+            groups.setdefault((key, _sizes(run), _grads(run) > 0), []).append(run)
+        return {one: max(group, key=_grads) for group in groups.values() for one in group}
 
     @cached_property
-    def stretches(self) -> dict[str, tuple[Stretch, ...]]:
-        """The ops of each layer, one stretch for each forward in which it runs."""
-        found: dict[str, tuple[Stretch, ...]] = {}
-        for stretch in stretches_of(self.gm, {layer.name for layer in self.layers}):
-            found[stretch.layer] = (*found.get(stretch.layer, ()), stretch)
-        return found
+    def runs(self) -> list[Stretch]:
+        """The layers' ops, in each forward in which they run."""
+        return [*stretches_of(self.gm, {layer.name for layer in self.layers})]
+
+    @cached_property
+    def places(self) -> list[Stretch | Between]:
+        """What a chain is of: the runs of layers, and what is between them."""
+        pairs = zip_longest(self.runs, self._outside.between)
+        return [one for pair in pairs for one in pair if one is not None]
 
     # -- solving
     def fastest(self, budget: Budget) -> tuple[Option, ...] | None:
@@ -203,7 +212,7 @@ class StepChain:
 
     def plain(self) -> tuple[Chain, tuple[Option, ...]]:
         """Products kept everywhere, or what the user's plan says: nothing is faster."""
-        first = [self._options(layer, CUTS[:1], TILES[:1]) for layer in self.layers]
+        first = [self._options(place, CUTS[:1], TILES[:1]) for place in self.places]
         return self.chain(first), tuple(option for (option,) in first)
 
     def smallest(self, host: int) -> tuple[tuple[Option, ...], int]:
@@ -245,7 +254,11 @@ class StepChain:
             return None
 
         def needed(size: int) -> int:
-            return at(size).smallest(budget.host_bytes)[1]
+            step = at(size)
+            asked = least_host_bytes(step.chain())  # of choices that are given
+            if asked > budget.host_bytes:  # as far above the budget as the host's is above its own
+                return budget.gpu_bytes * (asked + 1) // (budget.host_bytes + 1) + 1
+            return step.smallest(budget.host_bytes)[1]
 
         return largest(needed, budget.gpu_bytes, now) or None
 
@@ -266,18 +279,35 @@ class StepChain:
     def chain(self, layers: Sequence[Sequence[Option]] | None = None) -> Chain:
         """The chain of all layers with these options; by default with all that are possible."""
         if layers is None:
-            layers = [self._options(layer) for layer in self.layers]
+            layers = [self._options(place) for place in self.places]
         outside = self._outside
-        ahead, behind = outside.gradients
         return Chain(
             tuple(map(tuple, layers)),
             outside.base_bytes,
             outside.head_bytes,
             outside.seconds,
             self.target.link,
-            (ahead, *map(self._gradients, self.layers), behind),
+            self._gradients,
             outside.held_bytes,
+            self._numbers,
         )
+
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        number = {layer.name: place for place, layer in enumerate(self.layers)}
+        found: list[int] = []
+        for place in self.places:
+            found.append(number[place.layer] if isinstance(place, Stretch) else found[-1])
+        return tuple(found)
+
+    def given(self) -> list[Option]:
+        """The option of each place, where a given plan has a choice for every layer."""
+        found = []
+        for place, (option, *_) in zip(self.places, self.chain().layers, strict=True):
+            choice = None if isinstance(place, Between) else self.plan.choices[place.layer]
+            assert choice is None or isinstance(choice, CutLayer), choice
+            found.append(replace(option, choice=choice))
+        return found
 
     def chain_of(self, options: Sequence[Option]) -> Chain:
         """The chain in which each layer has only the one option that was chosen."""
@@ -285,9 +315,8 @@ class StepChain:
 
     @cached_property
     def _outside(self) -> Outside:
-        runs = [run for runs in self.stretches.values() for run in runs]
         given = self.profiles, self.target, self.measure, self.holding, self.state_shards
-        return Outside(self.gm, runs, *given)
+        return Outside(self.gm, self.runs, *given)
 
     @cached_property
     def _known(self) -> dict[Any, list[Option]]:
@@ -295,69 +324,95 @@ class StepChain:
 
     def _options(
         self,
-        layer: OutlinedLayer,
+        place: Stretch | Between,
         cuts: Sequence[CutLayer] = CUTS,
         tiles: Sequence[int] = TILES,
     ) -> list[Option]:
-        """The options of a layer: the one that a given plan names, else those of ``cuts`` and
-        ``tiles`` that are possible."""
-        given = self.plan.choices.get(layer.name)
-        layer = self._alike[layer.name]
-        ids = tuple(call.meta["region"].id for call in layer.calls)
+        """The options of a layer in a forward: the one that a given plan names, else those of
+        ``cuts`` and ``tiles`` that are possible."""
+        if isinstance(place, Between):
+            return [place.option]
+        given = self.plan.choices.get(place.layer)
+        run = self._alike[place]
+        off = {name for name, site in self.plan.switched_off if site == place.layer}
+        off |= UNDONE.keys() - self.passes
         if isinstance(given, CutLayer):
-            given = replace(given, sending=None, fetching=None)  # which are the planner's
-        if (key := (ids, str(given), len(cuts))) not in self._known:
-            rows = prod(map(self.measure, shape_of(_hidden(layer))[:-1]))
+            given = without(off, replace(given, sending=None, fetching=None))  # the planner's
+        if (key := (run, str(given), len(cuts), *sorted(off))) not in self._known:
+            rows = prod(map(self.measure, shape_of(_hidden(run))[:-1]))
             choices = [replace(cut, tile_tokens=t) for t in tiles if t < rows for cut in cuts]
-            if tiles[-1] and len(choices) > len(cuts) and (heads := _kv_heads(layer)) > 1:
+            if tiles[-1] and len(choices) > len(cuts) and (heads := _kv_heads(run)) > 1:
                 choices += [
                     replace(cut, tile_tokens=tiles[-1], head_groups=heads) for cut in GROUPED
                 ]
+            choices = [choice for choice in choices if without(off, choice) == choice]
             choices = [given] if isinstance(given, CutLayer) else choices
-            found = (self._option(layer, choice) for choice in choices)
+            found = (self._option(run, choice) for choice in choices)
             self._known[key] = [option for option in found if option is not None]
         return self._known[key]
 
-    def _option(self, layer: OutlinedLayer, choice: CutLayer) -> Option | None:
+    def _option(self, run: Stretch, choice: CutLayer) -> Option | None:
         """The costs of a choice for a layer; None if the layer cannot do it."""
-        regions = as_chosen([call.meta["region"] for call in layer.calls], choice)
+        regions = as_chosen([call.meta["region"] for call in run.calls], choice)
         if regions is None:
             return None
         host = 0
         costs: dict[fx.Node, CallCost] = {}
         bodies: list[Figures] = []
-        for call, region in zip(layer.calls, regions, strict=True):
+        for call, region in zip(run.calls, regions, strict=True):
             inputs: Any = call.args[0]
             values = [node.meta["val"] for node in inputs]
             found = self.profiles(region).at(values, self.measure, self.target)
             costs[call] = call_cost(call, found, self.measure)
-            host += away_bytes(call, found, own_inputs(call, layer.calls), choice)
+            host += away_bytes(call, found, own_inputs(call, run.calls), choice)
             bodies.append(found)
-        runs = self.stretches[layer.name]
-        parts = [profile(run.nodes, self.measure, costs.get, run.given) for run in runs]
-        seconds = sum(eager_seconds(run.nodes, self.measure, self.target) for run in runs)
+        part = profile(run.nodes, self.measure, costs.get, run.given)
+        seconds = eager_seconds(run.nodes, self.measure, self.target)
         return Option(
             choice,
-            sum(part.kept_bytes for part in parts) - host,
+            part.kept_bytes - host,
             -(-host // PAGE) * PAGE,
             sum(body.forward_s for body in bodies) + seconds / 3,
             sum(body.backward_s for body in bodies) + seconds * 2 / 3,
-            max(part.forward_bytes for part in parts),
-            max(part.backward_bytes for part in parts),
+            part.forward_bytes,
+            part.backward_bytes,
+            _grads(run) > 0,
         )
 
-    def _gradients(self, layer: OutlinedLayer) -> int:
-        """Bytes of the gradients of a layer's weights that are there when it has made them."""
-        runs = self.stretches[layer.name]
-        inputs = {arg for run in runs for node in run.nodes for arg in node.all_input_nodes}
-        weights = (n for n in inputs if n.op in ("placeholder", "get_attr") and needs_grad(n))
-        return sum(nbytes(node, self.measure) for node in weights if node not in self.holding)
+    @cached_property
+    def _gradients(self) -> tuple[int, ...]:
+        """Bytes of the gradients of weights that are there when each place has made its own (see
+        ``Chain.gradients``): whoever reads a weight last makes its gradient first. It is added to
+        one that is there when all who read the weight have had their turn."""
+        parts = [self._outside.ahead, *(p.nodes for p in self.places), self._outside.behind]
+        readers: dict[fx.Node, list[int]] = {}
+        for place, nodes in enumerate(parts):
+            for arg in {a for node in filter(needs_grad, nodes) for a in node.all_input_nodes}:
+                if arg.op in ("placeholder", "get_attr") and needs_grad(arg):
+                    readers.setdefault(arg, []).append(place)
+        made = [0] * len(parts)
+        for weight, found in readers.items():
+            first, last = found[0], found[-1]
+            size, held = nbytes(weight, self.measure), weight in self.holding
+            if first < last or not held:
+                made[last] += size
+            if first == 0 and (first < last or held):  # the embeddings' own is the last moment's
+                made[0] += size
+            elif first < last and held:
+                made[first] -= size
+        return tuple(made)
 
     @cached_property
     def holding(self) -> frozenset[fx.Node]:
         """The weights that have a gradient."""
         inputs = self.gm.graph.find_nodes(op="placeholder")
         return frozenset(inputs[place] for place in self.held)
+
+
+def without(passes: Collection[str], choice: CutLayer) -> CutLayer:
+    """What is left of a choice where these passes do nothing."""
+    fields = {name: value for one in passes for name, value in UNDONE.get(one, {}).items()}
+    return replace(choice, **fields)
 
 
 def largest(need: Callable[[int], int], limit: int, start: int) -> int:
@@ -391,8 +446,12 @@ def _meets(points: Sequence[tuple[int, int]], level: int) -> int:
 def _foretold(step: StepChain, options: Sequence[Option]) -> Plan:
     """A step's plan with these options, and what is predicted of it."""
     chain = step.chain_of(options)
-    pairs = zip(step.layers, options, strict=True)
-    chosen: dict[str, Choice] = {layer.name: option.choice for layer, option in pairs}
+    pairs = zip(step.places, options, strict=True)
+    chosen: dict[str, Choice] = {
+        place.layer: option.choice
+        for place, option in pairs
+        if isinstance(place, Stretch) and option.choice is not None
+    }
     return replace(
         step.plan,
         choices={**step.plan.choices, **chosen},
@@ -438,13 +497,25 @@ def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
 
 
-def _kv_heads(layer: OutlinedLayer) -> int:
+def _grads(run: Stretch) -> int:
+    """How many gradients a layer makes."""
+    return sum(call.meta["region"].num_grads for call in run.calls)
+
+
+def _sizes(run: Stretch) -> tuple[Any, ...]:
+    """The sizes of what a layer gets that the batch decides."""
+    inputs: list[Any] = [call.args[0] for call in run.calls]
+    sizes: list[Any] = [n for given in inputs for node in given for n in shape_of(node)]
+    return tuple(size.node.expr for size in sizes if isinstance(size, torch.SymInt))
+
+
+def _kv_heads(run: Stretch) -> int:
     """How many heads of keys a layer's attention has; 0 where it is not known."""
-    return max(kv_heads(call.meta["region"].forward.graph) for call in layer.calls)
+    return max(kv_heads(call.meta["region"].forward.graph) for call in run.calls)
 
 
-def _hidden(layer: OutlinedLayer) -> fx.Node:
+def _hidden(run: Stretch) -> fx.Node:
     """The hidden states that a layer gets."""
-    inputs: Any = layer.calls[0].args[0]
+    inputs: Any = run.calls[0].args[0]
     made: list[fx.Node] = [node for node in inputs if node.op == "call_function"] or inputs[:1]
     return max(made, key=lambda node: (needs_grad(node), val_of(node).dim()))

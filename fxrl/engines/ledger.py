@@ -77,6 +77,10 @@ class Probe:
         """A look at the memory now."""
         raise NotImplementedError
 
+    def tags(self) -> Tags:
+        """The engine's tagged pools alone, which costs no question to the driver."""
+        raise NotImplementedError
+
     def synchronize(self) -> None:
         """Waits until what was asked of the device is done."""
 
@@ -97,10 +101,13 @@ class CudaProbe(Probe):
         return Reading(
             total=total,
             free=free,
-            tags=dict(self._tags()),
+            tags=self.tags(),
             allocated=stats.get("allocated_bytes.all.current", 0),
             reserved=stats.get("reserved_bytes.all.current", 0),
         )
+
+    def tags(self) -> Tags:
+        return dict(self._tags())
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -123,8 +130,11 @@ class CpuProbe(Probe):
         return Reading(
             total=os.sysconf("SC_PHYS_PAGES") * page,
             free=os.sysconf("SC_AVPHYS_PAGES") * page,
-            tags={name: TagBytes(size, 0) for name, size in self._sizes().items()},
+            tags=self.tags(),
         )
+
+    def tags(self) -> Tags:
+        return {name: TagBytes(size, 0) for name, size in self._sizes().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +209,7 @@ class MemoryLedger:
     def given_back(self) -> int:
         """Bytes that PyTorch counts as allocated although nothing is mapped there: the KV cache's
         in standby. On a CPU 0."""
-        tags = self.probe.read().tags.values()
-        return sum(max(0, tag.reserved - tag.mapped) for tag in tags)
+        return sum(max(0, tag.reserved - tag.mapped) for tag in self.probe.tags().values())
 
     def holders(self) -> str:
         """Who holds the device's memory now, in words, the largest first."""

@@ -39,7 +39,7 @@ from fxrl.config import Config
 from fxrl.engines import Engine, SamplingParams
 from fxrl.engines.ledger import ledger_of
 from fxrl.errors import TESTED, ConfigError, FxrlError, optional
-from fxrl.ir.on_miss import judge_misses
+from fxrl.ir.on_miss import Judge
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.losses.logprobs import at_least_float32, token_stats
 
@@ -200,7 +200,7 @@ class ThroughStep:
             "compute_loss_func, compute_metrics), so they are made",
             "leave that option out, or write the loss and give it to fxrl.optimize",
         )
-        judge_misses(Report((remark,)), self.train_step.config.on_miss)
+        Judge(self.train_step.config.on_miss)(Report((remark,)))
 
 
 def _line_of_trl() -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from fxrl.errors import MissedRewriteError
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 _NO_PASSES = ("capture", "plan", "kernels")
-_warned: dict[Any, Any] = {}  # what a module's ``__warningregistry__`` is: none is told twice
 
 
 class MissedRewriteWarning(UserWarning):
@@ -22,23 +22,50 @@ def open_misses(report: Report) -> tuple[Remark, ...]:
     Of one site it is the last pass that declined which knows the general reason. What is no pass
     (a capture, its plan, its kernels) has one site for all that it says.
     """
-    rewritten = {remark.site for remark in report.of_kind(RemarkKind.APPLIED)}
     found: dict[tuple[str, ...], Remark] = {}
-    for remark in report.of_kind(RemarkKind.MISSED):
-        if remark.site not in rewritten:
-            whole = remark.pass_name in _NO_PASSES
-            found[(remark.site, remark.reason) if whole else (remark.site,)] = remark
+    for remark in report.settled().of_kind(RemarkKind.MISSED):
+        whole = remark.pass_name in _NO_PASSES
+        found[(remark.site, remark.reason) if whole else (remark.site,)] = remark
     return tuple(found.values())
 
 
-def judge_misses(report: Report, on_miss: str) -> None:
-    """Warn or raise about sites that stay as they are; a warning stands at the user's line."""
-    misses = open_misses(report)
-    if not misses or on_miss == "ignore":
-        return
-    if on_miss == "error":
-        raise MissedRewriteError("; ".join(map(str, misses)))
-    for miss in misses:
-        file, _, line = miss.source.rpartition(":")
-        place = (file, int(line)) if file else ("fxrl", 0)
-        warnings.warn_explicit(str(miss), MissedRewriteWarning, *place, registry=_warned)
+class Judge:
+    """Warns or raises about sites that stay as they are, for one step, which tells of each once."""
+
+    def __init__(self, on_miss: str) -> None:
+        self._on_miss = on_miss
+        self._told: set[Remark] = set()
+        self._waiting: list[Remark] | None = None  # until a block has ended
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Warn when the block has ended: one that raises has that to say, and its captures may be
+        of a batch that no step can do with, such as one that lacks a key."""
+        waiting: list[Remark] = []
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            self._waiting = None
+        self._warn(waiting)
+
+    def __call__(self, report: Report) -> None:
+        """Judge a report; a warning stands at the user's line."""
+        misses = open_misses(report)
+        if not misses or self._on_miss == "ignore":
+            return
+        if self._on_miss == "error":
+            raise MissedRewriteError("; ".join(map(str, misses)))
+        if self._waiting is None:
+            self._warn(misses)
+        else:
+            self._waiting += misses
+
+    def _warn(self, misses: Iterable[Remark]) -> None:
+        for miss in misses:
+            if miss in self._told:
+                continue
+            self._told.add(miss)
+            file, _, line = miss.source.rpartition(":")
+            place = (file, int(line)) if file else ("fxrl", 0)
+            warnings.warn_explicit(str(miss), MissedRewriteWarning, *place)

@@ -79,7 +79,9 @@ _KINDS: dict[str, Any] = {"keep": Keep, "rewrite": Rewrite, "head": TileHead, "l
 class Moment:
     """What is predicted to be alive on the GPU at one moment of a step."""
 
-    phase: str  # ``"rollout"``, ``"forward"``, ``"head"``, ``"backward"``, ``"end"`` or ``"sum"``
+    # ``"rollout"``, ``"forward"``, ``"between"`` (two forwards of a loss), ``"head"``,
+    # ``"backward"``, ``"end"`` or ``"sum"``.
+    phase: str
     layer: int  # the layer that runs, by number; how many there are for the head, else 0
     parts: Mapping[str, int]  # what it is for -> bytes
 
@@ -93,6 +95,7 @@ class Moment:
         """When it is, in words."""
         others = {
             "rollout": "the rollout",
+            "between": "what runs between two forwards",
             "head": "the loss head",
             "end": "backward of the embeddings",
             "sum": "the sum of the ranks' gradients",

@@ -93,10 +93,21 @@ class Report:
         """The remarks of one kind."""
         return tuple(remark for remark in self.remarks if remark.kind == kind)
 
+    def settled(self) -> Report:
+        """With a miss at a site that another pass rewrote as a fact: nothing is lost there."""
+        rewritten = {remark.site for remark in self.of_kind(RemarkKind.APPLIED)}
+
+        def of(remark: Remark) -> Remark:
+            taken = remark.kind == RemarkKind.MISSED and remark.site in rewritten
+            return replace(remark, kind=RemarkKind.ANALYSIS) if taken else remark
+
+        return Report(tuple(map(of, self.remarks)))
+
     def folded(self) -> tuple[Remark, ...]:
-        """The remarks, those that say the same of many sites as one: for people."""
+        """The remarks as people read them: ``settled``, and those that say the same of many sites
+        as one."""
         groups: dict[tuple[str, ...], list[Remark]] = {}
-        for one in self.remarks:
+        for one in self.settled().remarks:
             key = (one.kind, one.pass_name, one.reason, one.cure)
             groups.setdefault(key, []).append(one)
         return tuple(map(_together, groups.values()))
@@ -126,7 +137,8 @@ class Report:
             yield _table(self.folded())
         yield cell("")
         yield cell(f"predicted to save {format_bytes(self.saved_bytes)} at the peak", "bold")
-        counts = (f"{len(self.of_kind(kind))} {kind}" for kind in RemarkKind)
+        settled = self.settled()
+        counts = (f"{len(settled.of_kind(kind))} {kind}" for kind in RemarkKind)
         yield cell(f"{len(self.remarks)} remarks: {', '.join(counts)}")
 
     def table(self, width: int | None = None) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -37,6 +38,20 @@ def plain_path(where: str) -> str:
     path = _ITEM.sub(r".\1", _MODULES.sub("", where)).replace("..", ".")
     path = _OWN_BLOCK.sub("", _OWN_FORWARD.sub("", path)).removeprefix(".")
     return path.removeprefix("L.").removeprefix("model.")
+
+
+def name_held(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
+    """Let modules that the loss function holds have the ``names`` that it has for them, by Dynamo's
+    way to them, as the path to all inside of them."""
+    for graph in graphs_of(gm):
+        for node in graph.nodes:
+            stack = node.meta.get("nn_module_stack") or {}
+            for key, (where, kind) in stack.items():
+                way = max((way for way in names if where.startswith(way)), key=len, default=None)
+                if way is not None:
+                    stack = {**stack, key: (f"L.{names[way]}{where.removeprefix(way)}", kind)}
+            if stack:
+                node.meta["nn_module_stack"] = stack
 
 
 def module_path(node: fx.Node) -> str:

@@ -5,6 +5,9 @@
     backward    layer L, ..., layer 1      what it kept is gone behind it
     end         the embeddings' gradients
 
+A loss that runs the layers in several forwards has them one behind the other, with what it computes
+between two of them; the backward goes the same way back.
+
 Peak memory is a maximum over these moments, never a sum of what was saved: of what the layers keep
 at that moment, and what the one that runs needs while it runs.
 """
@@ -30,9 +33,9 @@ _PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One choice for one layer, and what it costs."""
+    """One choice for one layer in one forward, and what it costs."""
 
-    choice: CutLayer
+    choice: CutLayer | None  # None for what runs between two forwards: there is nothing to choose
     gpu_bytes: int  # kept on the GPU between the layer's forward and its backward
     host_bytes: int  # kept in host memory meanwhile
     forward_s: float  # seconds of computation
@@ -41,13 +44,18 @@ class Option:
     # input and what it keeps itself, the backward's the gradients of its weights.
     forward_bytes: int
     backward_bytes: int
+    # Whether it waits for what is on its way, and lets others set out: what has no gradient, or is
+    # no layer, does not.
+    takes_turn: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """A step as a sequence of layers between the embeddings and the loss head."""
 
-    layers: tuple[tuple[Option, ...], ...]  # the options of each, in order of the forward
+    # The options of each, in order of the forward: of a layer in each forward, and the one of what
+    # runs between two forwards.
+    layers: tuple[tuple[Option, ...], ...]
     # Alive through the whole step: weights, the optimizer's states, gradients of earlier backward
     # passes, all else.
     base_bytes: int
@@ -56,28 +64,45 @@ class Chain:
     head_s: float
     link: float  # bytes a second between GPU and host, each way
     # Bytes of the gradients of the weights ahead of the layers, of each layer's, and of those
-    # behind them; they stay when they are made. () where there are none.
+    # behind them; they stay when they are made. () where there are none. Below 0 where a gradient
+    # that waited is added to one that was there.
     gradients: tuple[int, ...] = ()
     held_bytes: int = 0  # of the bytes that are alive all through, gradients
+    # Which layer each of ``layers`` is, by number: what is one layer gets one choice. What runs
+    # between two forwards has that of the layer before. () where each is a layer of its own.
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def number_of(self) -> tuple[int, ...]:
+        """The ``numbers``, whether they are given or not."""
+        return self.numbers or tuple(range(len(self.layers)))
+
+    @property
+    def count(self) -> int:
+        """How many layers there are to choose for."""
+        return max(self.number_of, default=-1) + 1
 
 
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     """The memory at every moment of a step in which each layer has one of these options."""
     kept = [0, *accumulate(option.gpu_bytes for option in options)]
-    moved, count = [option.host_bytes for option in options], len(options)
+    moved, end = [option.host_bytes for option in options], len(options)
+    number = [*chain.number_of, chain.count]
     sent, back = on_their_way(options)
 
-    def moment(phase: str, layer: int, keeps: int, moves: int, made: int, runs: int) -> Moment:
+    def moment(phase: str, place: int, keeps: int, moves: int, made: int, runs: int) -> Moment:
         rest = chain.base_bytes - chain.held_bytes
         sizes = (rest, keeps, moves, chain.held_bytes + made, runs)
-        return Moment(phase, layer, dict(zip(_PARTS, sizes, strict=True)))
+        between = place < end and options[place].choice is None
+        name, layer = ("between", 0) if between else (phase, number[place])
+        return Moment(name, layer, dict(zip(_PARTS, sizes, strict=True)))
 
     arrived = [0, *sent]
     for i, option in enumerate(options):
         yield moment("forward", i, kept[i], sum(moved[arrived[i] : i]), 0, option.forward_bytes)
     made = gradients_made(chain)
-    going = sum(moved[arrived[count] :])
-    yield moment("head", count, kept[count], going, made[count + 1], chain.head_bytes)
+    going = sum(moved[arrived[end] :])
+    yield moment("head", end, kept[end], going, made[end + 1], chain.head_bytes)
     for i, option in reversed(list(enumerate(options))):
         coming = sum(moved[back[i] : i + 1])
         yield moment("backward", i, kept[i + 1], coming, made[i + 2], option.backward_bytes)
@@ -91,6 +116,10 @@ def on_their_way(options: Sequence[Option]) -> tuple[list[int], list[int]]:
     moves = [i for i, option in enumerate(options) if option.host_bytes]
     sent, back = [], []
     for i, option in enumerate(options):
+        if option.choice is None or not option.takes_turn:  # as it was before
+            sent.append(0)
+            back.append(len(options))
+            continue
         own, ahead = bisect_right(moves, i), bisect_left(moves, i)
         going, coming = option.choice.sending or 0, option.choice.fetching or 0
         sent.append(moves[max(0, own - going)] if own and going else i + 1)

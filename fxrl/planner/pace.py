@@ -54,13 +54,22 @@ def widest(chain: Chain, costs: dict[str, Array], gpu_bytes: float) -> Pace:
     forward[:, count] = free - kept[:, count] - made[-1] - chain.head_bytes
     backward = free - kept[:, 1:] - np.array(made[2:]) - costs["backward_bytes"]
     arrived, begun = np.empty(backward.shape, dtype=int), np.empty(backward.shape, dtype=int)
-    for i in range(count):
+    # What takes no turn runs beside what the layers around it leave on its way.
+    idle = [i for i, (option, *_) in enumerate(chain.layers) if not option.takes_turn]
+    left = forward[:, count]
+    for i in reversed(range(count)):
         total, known = sent[:, i + 1, None], sent[:, : i + 1]
-        arrived[:, i] = (known < total - forward[:, i + 1, None]).sum(1)
+        arrived[:, i] = (known < total - left[:, None]).sum(1)
         begun[:, i] = (known < total - backward[:, i, None]).sum(1)
+        left = np.minimum(forward[:, i], left) if i in idle else forward[:, i]
     fits = (forward >= 0).all(1) & (backward >= costs["host_bytes"]).all(1) & (free >= made[0])
     # what has arrived, or set out, stays so
-    return Pace(np.maximum.accumulate(arrived, 1), np.maximum.accumulate(begun, 1), fits)
+    arrived, begun = np.maximum.accumulate(arrived, 1), np.maximum.accumulate(begun, 1)
+    for i in idle:
+        arrived[:, i] = arrived[:, i - 1] if i else 0
+    for i in reversed(idle):
+        begun[:, i] = begun[:, i + 1] if i + 1 < count else count
+    return Pace(arrived, begun, fits)
 
 
 def seconds_at(chain: Chain, costs: dict[str, Array], pace: Pace) -> Array:
@@ -96,14 +105,23 @@ def paced(chain: Chain, options: Sequence[Option], gpu_bytes: int) -> Plan | Non
     moved = [option.host_bytes > 0 for option in options]
     if not any(moved):
         return tuple(options)
-    counts = [
-        (sum(moved[sent : i + 1]), sum(moved[back:i]))
-        for i, (sent, back) in enumerate(zip(pace.sent[0], pace.back[0], strict=True))
-    ]
+    counts: dict[int, tuple[int, int]] = {}  # a layer's are the least of its forwards
+    for i, (number, option) in enumerate(zip(chain.number_of, options, strict=True)):
+        if option.takes_turn:
+            found = sum(moved[pace.sent[0, i] : i + 1]), sum(moved[pace.back[0, i] : i])
+            least = counts.get(number, found)
+            counts[number] = min(found[0], least[0]), min(found[1], least[1])
     return tuple(
-        replace(option, choice=replace(option.choice, sending=sending, fetching=fetching))
-        for option, (sending, fetching) in zip(options, counts, strict=True)
+        _with_pace(option, counts.get(number, (0, 0)))
+        for number, option in zip(chain.number_of, options, strict=True)
     )
+
+
+def _with_pace(option: Option, counts: tuple[int, int]) -> Option:
+    if option.choice is None:
+        return option
+    sending, fetching = counts
+    return replace(option, choice=replace(option.choice, sending=sending, fetching=fetching))
 
 
 def step_seconds(chain: Chain, options: Sequence[Option]) -> float:

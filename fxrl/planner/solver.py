@@ -7,6 +7,9 @@
 All choices and all places a and b are looked at: sums say what a plan takes at least, and those
 that may be the fastest are played, layer by layer and copy by copy (``planner.pace``).
 
+Layers that a loss runs in several forwards have one choice in all of them: what is chosen is
+[plan, layer], what it costs [plan, layer of each forward].
+
 NOTE [Why three]: layers of a model are nearly alike, so a plan is how many of them get which
 choice, in which order. With two budgets and a link, a linear programme over such counts has an
 optimum with three choices or four (a basic solution has as many as there are constraints). For 12
@@ -55,6 +58,11 @@ def least_peak(chain: Chain, host_bytes: int) -> tuple[Plan, int]:
     return _Plans(_unbeaten(chain, _BYTES)).least_peak(host_bytes)
 
 
+def least_host_bytes(chain: Chain) -> int:
+    """What any plan keeps in host memory at least."""
+    return sum(min(option.host_bytes for option in layer) for layer in chain.layers)
+
+
 _BYTES = ("gpu_bytes", "host_bytes", "forward_bytes", "backward_bytes")
 #: Plans that are played at once.
 _BLOCK = 1024
@@ -70,7 +78,7 @@ def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
     of = [{o.choice: [getattr(o, n) for n in costs] for o in layer} for layer in chain.layers]
     choices = list(dict.fromkeys(o.choice for layer in chain.layers for o in layer))
 
-    def beats(one: CutLayer, other: CutLayer) -> bool:
+    def beats(one: CutLayer | None, other: CutLayer | None) -> bool:
         mine = [layer.get(one) for layer in of if other in layer]
         its = [layer[other] for layer in of if other in layer]
         no_worse = all(
@@ -101,6 +109,7 @@ class _Plans:
 
     Every plan is (first, second, third choice, place), a place being who gets which of them: first
     all runs, where a choice may get no layer, then all mixtures of the first two ahead of a run.
+    Arrays over layers have one for each forward that it runs in, in order (``Chain.layers``).
     """
 
     chain: Chain
@@ -131,7 +140,7 @@ class _Plans:
             if peak.min() < best:
                 best, found = peak.min(), self._plans(first, second, np.array([peak.argmin()]))
         if found is None:
-            asked = sum(min(o.host_bytes for o in layer) for layer in self.chain.layers)
+            asked = least_host_bytes(self.chain)
             raise PlanError(
                 f"the choices that are given keep {format_bytes(asked)} in host memory, and "
                 f"{format_bytes(host_bytes)} may be used; cure: a larger host_memory, or "
@@ -143,7 +152,7 @@ class _Plans:
 
     # -- what there is to choose
     @cached_property
-    def _choices(self) -> list[CutLayer]:
+    def _choices(self) -> list[CutLayer | None]:
         """All that any layer has a choice of."""
         layers = [layer for layer in self.chain.layers if len(layer) > 1] or self.chain.layers
         return list(dict.fromkeys(option.choice for layer in layers for option in layer))
@@ -172,21 +181,28 @@ class _Plans:
         return np.arange(len(self.chain.layers))
 
     @cached_property
+    def _numbers(self) -> Array:
+        """[layer]: the number of each."""
+        return np.array(self.chain.number_of)
+
+    @cached_property
     def _runs(self) -> Array:
         """[2, run]: see ``runs``."""
-        return np.array(list(runs(len(self._layers)))).T
+        return np.array(list(runs(self.chain.count))).T
 
     @cached_property
     def _places(self) -> Array:
         """[place, layer]: 0, 1 or 2 for the first, second or third choice."""
+        count = self.chain.count
         a, b = self._runs[..., None]
-        apart = (self._layers >= a).astype(int) + (self._layers >= b)
+        apart = (self._numbers >= a).astype(int) + (self._numbers >= b)
         mixed = [
-            [*mixture(share, ahead), *[2] * (len(self._layers) - ahead)]
-            for ahead in range(2, len(self._layers) + 1)
+            [*mixture(share, ahead), *[2] * (count - ahead)]
+            for ahead in range(2, count + 1)
             for share in range(1, ahead)
         ]
-        return np.concatenate([apart, np.array(mixed, dtype=int).reshape(-1, len(self._layers))])
+        choices = np.array(mixed, dtype=int).reshape(-1, count)
+        return np.concatenate([apart, choices[:, self._numbers]])
 
     def _plans(self, first: int, second: int, plans: Array) -> Array:
         """[plan, layer]: choices of plans that are given as (third choice, place) in one number."""
@@ -247,11 +263,12 @@ class _Plans:
 
     # -- peaks of runs
     @cached_property
-    def _most(self) -> Array:
+    def _of_runs(self) -> tuple[Array, Array]:
         """[choice, start, end]: most bytes while a run's layers run, with nothing else on its way,
-        besides what those before it keep."""
+        besides what those before it keep; and what it keeps itself."""
         count, made = len(self._layers), gradients_made(self.chain)
         peaks = np.zeros((len(self._choices), count + 1, count + 1))
+        keeps = np.zeros_like(peaks)
         needs = np.maximum(
             self._costs["forward_bytes"],
             self._costs["gpu_bytes"]
@@ -260,10 +277,10 @@ class _Plans:
             + np.array(made[2:]),
         )
         for start in range(count):
-            kept = np.cumsum(self._costs["gpu_bytes"][:, start:], 1)
+            kept = keeps[:, start, start + 1 :] = np.cumsum(self._costs["gpu_bytes"][:, start:], 1)
             before = kept - self._costs["gpu_bytes"][:, start:]
             peaks[:, start, start + 1 :] = np.maximum.accumulate(before + needs[:, start:], 1)
-        return peaks
+        return peaks, keeps
 
     def _peaks(self, first: int, second: int) -> tuple[Array, Array]:
         """[third choice, place]: peak bytes of every plan in runs with nothing on its way but what
@@ -271,13 +288,27 @@ class _Plans:
 
         No mixture of equal layers has a lower peak: those that need most go first, whatever else.
         """
-        (a, b), made = self._runs, gradients_made(self.chain)
-        one, two, three = (table[:, : len(a)] for table in self._sums["gpu_bytes"])
-        before, between = one[first], one[first] + two[second]
-        peak = np.maximum(self._most[first, 0, a], before + self._most[second, a, b])
-        peak = np.maximum(peak, between + self._most[:, b, len(self._layers)])
-        peak = np.maximum(peak, between + three + made[-1] + self.chain.head_bytes)
+        made, (most, keeps) = gradients_made(self.chain), self._of_runs
+        ways = slice(first, first + 1), slice(second, second + 1), slice(None)
+        kept, peak = np.zeros((1, 1)), np.full((1, 1), float(made[0]))  # [third choice, run]
+        for bounds in self._forwards:
+            for way, (start, end) in zip(ways, itertools.pairwise(bounds), strict=True):
+                peak = np.maximum(peak, kept + most[way, start, end])
+                kept = kept + keeps[way, start, end]
+        peak = np.maximum(peak, kept + made[-1] + self.chain.head_bytes)
         host = self._total("host_bytes", first, second)
         peaks = np.full_like(host, np.inf)
-        peaks[:, : len(a)] = self.chain.base_bytes + np.maximum(peak, made[0])
+        peaks[:, : peak.shape[1]] = self.chain.base_bytes + peak
         return peaks, host
+
+    @cached_property
+    def _forwards(self) -> list[tuple[Array, ...]]:
+        """For each forward, where its layers with the first, second and third choice begin, and
+        where they end: of all runs."""
+        (a, b), numbers = self._runs, self._numbers
+        begins = [0, *np.flatnonzero(np.diff(numbers) < 0) + 1, len(numbers)]
+        found = []
+        for start, end in itertools.pairwise(begins):
+            inner = (start + np.searchsorted(numbers[start:end], place) for place in (a, b))
+            found.append((np.full_like(a, start), *inner, np.full_like(a, end)))
+        return found

@@ -383,3 +383,30 @@ def test_a_policy_whose_adapter_is_off_is_the_reference():
     check(step, model, trainer)
     assert captured_once(step)
     assert len(step.captures) == 1
+
+
+def difference(model, x, reference):
+    other, one = (head(x).log_softmax(-1)[..., 0] for head in (reference, model))
+    return (one - other.detach()).square().mean()
+
+
+def in_a_closure(reference):
+    return lambda model, x: difference(model, x, reference)
+
+
+def in_a_wrapped_function(reference):
+    inner = in_a_closure(reference)
+    return lambda model, x: 2 * inner(model, x)
+
+
+def as_a_keyword(reference):
+    return partial(difference, reference=reference)
+
+
+@pytest.mark.parametrize("hold", [in_a_closure, in_a_wrapped_function, as_a_keyword])
+def test_sites_of_a_held_model_have_the_name_that_the_loss_has_for_it(hold):
+    model, reference = torch.nn.Linear(3, 7), torch.nn.Linear(3, 7)
+    report = fxrl.optimize(model, hold(reference)).explain(torch.randn(4, 3))
+    paths = {r.site.partition("/")[0] for r in report.remarks if r.pass_name != "capture"}
+    assert "0:reference" in paths
+    assert not any("loss_fn" in path for path in paths)

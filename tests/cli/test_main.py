@@ -38,10 +38,12 @@ def test_help_lists_every_command(capsys):
     [
         ([], "COMMAND"),
         (["optimise"], "invalid choice: 'optimise'"),
+        (["expalin"], "did you mean 'explain'?"),
         (["explain", "tiny:qwen3"], "--loss"),
         (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "0"], "0 is below 1"),
         (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "two"], "'two' is no whole number"),
         (["verify", "tiny:qwen3", "--loss", "grpo", "--dtype", "int8"], "int8"),
+        (["verify", "tiny:qwen3", "--loss", "grpo", "--dtype", "bf61"], "did you mean 'bf16'?"),
         (["dump", "tiny:qwen3", "--loss", "grpo"], "--out"),
         (["train"], "CONFIG.toml"),
         (["train", "a.toml", "--jsn"], "unrecognized arguments: --jsn"),

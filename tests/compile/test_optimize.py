@@ -106,6 +106,11 @@ def wrong_key(model, batch):
     return model(batch["y"]).sum()
 
 
+def key_behind_a_head(model, batch):
+    logp = model(batch["x"]).log_softmax(-1).gather(-1, batch["x"].long().abs() % 7)
+    return -(logp * batch["y"]).sum()
+
+
 def raising(model, batch):
     model(batch["x"])
     raise MineError("no")
@@ -113,8 +118,14 @@ def raising(model, batch):
 
 @pytest.mark.parametrize(
     ("loss", "error"),
-    [(shape_bug, RuntimeError), (wrong_key, KeyError), (raising, MineError)],
+    [
+        (shape_bug, RuntimeError),
+        (wrong_key, KeyError),
+        (key_behind_a_head, KeyError),
+        (raising, MineError),
+    ],
 )
+@pytest.mark.filterwarnings("error")  # nothing else is said
 def test_the_users_own_error_comes_from_the_users_own_line(loss, error):
     model, batch = torch.nn.Linear(3, 7), {"x": torch.randn(2, 3)}
     with pytest.raises(error) as eager:

@@ -17,6 +17,7 @@ from fxrl.planner.target import TARGETS
 from fxrl.step import TrainStep
 from tests.capture.mixer import assert_matches_eager
 from tests.passes.layered import make_stack, square_loss
+from tests.planner.test_memory_profile import most_allocated
 
 PASSES = ("recompute", "offload", "tile-tokens", "group-heads")
 MiB = 2**20
@@ -132,6 +133,70 @@ def test_without_host_memory_nothing_goes_there():
     assert {choice.inputs_on for choice in cuts(plan)} == {"gpu"}
 
 
+def two_forwards(model, batch):
+    one, other = (model(batch[name]).square().mean() for name in ("ids", "other"))
+    return (one - other).sigmoid()
+
+
+def test_what_a_first_forward_keeps_waits_beside_the_second():
+    model, sizes = wide_stack("meta"), batch(1024) | {"other": batch(512)["ids"]}
+    free = stepped(model, two_forwards, gpu_memory="1GiB").plan_for(sizes)
+    phases = [*["forward"] * 6, "between", *["forward"] * 6]
+    back = [phase.replace("forward", "backward") for phase in reversed(phases)]
+    assert [m.phase for m in free.timeline] == [*phases, "head", *back, "end"]
+    numbers = [m.layer for m in free.timeline if m.phase != "between"]
+    assert numbers == [*range(6), *range(6), 6, *reversed(range(6)), *reversed(range(6)), 0]
+    kept = [m.parts["kept for the backward"] for m in free.timeline]
+    half = kept[: len(phases) + 1]
+    assert half == sorted(half)
+    long, short = half[5] - half[4], half[-1] - half[-2]
+    assert long == pytest.approx(2 * short, rel=0.01), "each forward by its own length"
+    ends = [sum(m.parts.values()) for m in (free.timeline[0], free.timeline[-1])]
+    assert max(ends) < free.peak_gpu_bytes
+    # one choice for a layer in both, and whatever is on its way has room beside both
+    away = Plan({f"0:blocks.{i}": CutLayer("fewest", "host", "host") for i in range(6)})
+    budget = int(0.7 * free.peak_gpu_bytes)
+    found = stepped(model, two_forwards, away, gpu_memory=budget).plan_for(sizes)
+    assert found.peak_gpu_bytes <= budget
+    assert found.peak_host_bytes > 0
+    assert [c.sending is not None for c in cuts(found)] == [True] * 6
+
+
+@pytest.mark.parametrize("kept", ["ppp", "iip"])
+@pytest.mark.parametrize("loss_fn", [square_loss, two_forwards])
+def test_a_step_allocates_what_its_plan_says(loss_fn, kept):
+    """By the CPU allocator's count: bodies run op by op here, and attention has its own scratch."""
+    torch.manual_seed(0)
+    model = make_stack(3, width=64, heads=4)
+    ids = {name: torch.randint(0, 11, (2, 1024)) for name in ("ids", "other")}
+    names = {"p": "products", "i": "inputs"}
+    given = Plan({f"0:blocks.{i}": CutLayer(names[one]) for i, one in enumerate(kept)})
+    step = stepped(model, loss_fn, given, gpu_memory="1GiB")
+
+    def work():
+        loss = step(ids)
+        loss.backward()
+        return loss
+
+    work()
+    model.zero_grad(set_to_none=True)
+    moments = step.plan.timeline
+    planned = max(m.bytes - m.parts["weights and states"] for m in moments)
+    assert planned == pytest.approx(most_allocated(work), rel=0.08)
+
+
+def test_two_forwards_run_as_planned():
+    torch.manual_seed(0)
+    model = wide_stack()
+    ids = {n: torch.randint(0, 11, (2, t)) for n, t in (("ids", 512), ("other", 256))}
+    peak = stepped(model, two_forwards, gpu_memory="1GiB").plan_for(ids).peak_gpu_bytes
+    step = stepped(model, two_forwards, gpu_memory=int(0.8 * peak))
+    for _ in range(2):
+        assert_matches_eager(step, two_forwards, model, ids, tol=1e-10)
+    assert step.plan.peak_gpu_bytes <= 0.8 * peak
+    assert {(c.kept, c.kept_on) for c in cuts(step.plan)} != {("products", "gpu")}
+
+
 def test_what_does_not_fit_is_an_error_that_says_what_would():
     with pytest.raises(PlanError, match="no plan fits gpu_memory") as error:
         planned(tokens=2**16, gpu_memory="256MiB")
@@ -160,6 +225,38 @@ def test_what_the_user_chose_stays():
     found = step.plan_for(batch(2048)).choices["0:blocks.2"]
     assert found == given.choices["0:blocks.2"]
     assert found.sending is not None
+
+
+def stepped(model, loss_fn=square_loss, plan=None, **options):
+    return fxrl.optimize(model, loss_fn, replace(config(), **options), plan=plan)
+
+
+def test_no_pass_that_does_not_run_is_asked_for_anything():
+    free = planned()
+    budget = int(0.75 * free.peak_gpu_bytes)
+    named = {"passes": ("recompute", "tile-tokens"), "gpu_memory": budget}
+    found = stepped(wide_stack("meta"), **named).plan_for(batch(2048))
+    assert {(c.inputs_on, c.kept_on, c.head_groups) for c in cuts(found)} == {("gpu", "gpu", 0)}
+    assert {c.kept for c in cuts(found)} != {"products"}
+    named["passes"] = ("outline-layers",)
+    with pytest.raises(PlanError, match="no plan fits"):
+        stepped(wide_stack("meta"), **named).plan_for(batch(2048))
+    named["gpu_memory"] = 2 * free.peak_gpu_bytes
+    given = Plan({"0:blocks.2": CutLayer("inputs", "host", tile_tokens=64)})
+    found = stepped(wide_stack("meta"), plan=given, **named).plan_for(batch(2048))
+    assert not cuts(found), "no pass cuts layers"
+    assert found.peak_gpu_bytes == free.peak_gpu_bytes
+
+
+def test_the_longest_context_of_choices_that_are_given():
+    """Their host memory grows with it, too."""
+    given = Plan({f"0:blocks.{i}": CutLayer("inputs", "host") for i in range(6)})
+    step = stepped(wide_stack("meta"), plan=given, host_memory="16MiB")
+    longest = step.plan_for(batch(256)).max_context
+    assert longest > 256
+    assert step.plan_for(batch(longest)).peak_host_bytes <= 16 * MiB
+    with pytest.raises(PlanError, match="choices that are given"):
+        step.plan_for(batch(int(1.05 * longest)))
 
 
 def test_a_step_runs_as_planned():

@@ -17,16 +17,19 @@ class Device:
     def __init__(self):
         self.weights = self.kv = self.graphs = self.trainer = self.unused = self.others = 0.0
         self.kv_mapped = True
-        self.emptied = 0
+        self.emptied = self.readings = 0
+
+    def tags(self):
+        if not self.weights:
+            return {}
+        return {
+            "weights": TagBytes(size(self.weights), size(self.weights)),
+            "kv_cache": TagBytes(size(self.kv if self.kv_mapped else 0), size(self.kv)),
+        }
 
     def read(self):
-        tags = {}
-        if self.weights:
-            kv_mapped = self.kv if self.kv_mapped else 0
-            tags = {
-                "weights": TagBytes(size(self.weights), size(self.weights)),
-                "kv_cache": TagBytes(size(kv_mapped), size(self.kv)),
-            }
+        self.readings += 1
+        tags = self.tags()
         tagged = sum(tag.reserved for tag in tags.values())
         mapped = sum(tag.mapped for tag in tags.values())
         ordinary = size(self.graphs + self.trainer)
@@ -140,9 +143,11 @@ def test_holders_are_named_largest_first(ledger, device):
 
 
 def test_what_is_given_back_is_what_pytorch_still_counts(ledger, device):
+    before = device.readings
     assert ledger.given_back() == 0
     device.kv_mapped = False
     assert ledger.given_back() == 60 * 2**30
+    assert device.readings == before, "the driver and PyTorch's allocator are not asked"
 
 
 def test_the_table_shows_every_column(ledger):

@@ -2,9 +2,11 @@
 
 import warnings
 
+import pytest
+
 from fxrl.capture.breaks import break_remarks
 from fxrl.ir.capture_record import GraphBreak
-from fxrl.ir.on_miss import judge_misses, open_misses
+from fxrl.ir.on_miss import Judge, open_misses
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 
@@ -20,13 +22,35 @@ def test_every_break_of_a_graph_is_told():
     assert len(open_misses(break_remarks(breaks, "0:graph"))) == 2
 
 
-def test_a_warning_stands_at_the_users_line_and_comes_once():
+def test_a_warning_stands_at_the_users_line_and_comes_once_a_step():
     remarks = [Remark(RemarkKind.MISSED, "chunk", f"0:mm#{n}", f"my_loss.py:{n}") for n in (3, 5)]
     report = Report((*remarks, Remark(RemarkKind.MISSED, "capture", "1:graph")))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
+        judge = Judge("warn")
         for _ in range(2):  # as when another batch is captured
-            judge_misses(report, "warn")
+            judge(report)
+        Judge("warn")(report)  # another step has the same
     places = [(one.filename, one.lineno) for one in told]
-    assert places == [("my_loss.py", 3), ("my_loss.py", 5), ("fxrl", 0)]
+    assert places == [("my_loss.py", 3), ("my_loss.py", 5), ("fxrl", 0)] * 2
     assert [str(one.message) for one in told][:2] == list(map(str, remarks))
+
+
+def test_what_ends_in_an_error_warns_of_nothing_else():
+    report = Report((Remark(RemarkKind.MISSED, "chunk", "0:mm"),))
+    judge = Judge("warn")
+
+    def lacking():
+        with judge.after():
+            judge(report)
+            raise KeyError
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyError):
+            lacking()
+        assert not told
+        with judge.after():
+            judge(report)
+            assert not told
+    assert len(told) == 1

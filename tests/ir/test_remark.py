@@ -136,3 +136,10 @@ def test_remark_is_one_line_and_frozen():
 )
 def test_format_bytes(num_bytes, text):
     assert format_bytes(num_bytes) == text
+
+
+def test_a_miss_that_another_pass_takes_is_shown_as_a_fact():
+    taken = Remark(RemarkKind.MISSED, "fuse", "0:mm", reason="heads meet")
+    report = Report((taken, Remark(RemarkKind.APPLIED, "chunk", "0:mm")))
+    assert "0 missed, 1 analysis" in str(report)
+    assert report.of_kind("missed") == (taken,)

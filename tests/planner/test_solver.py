@@ -14,6 +14,7 @@ from fxrl.planner.solver import fastest, least_peak, mixture
 
 SIZES = st.integers(0, 12)
 TIMES = st.integers(1, 20).map(float)
+IDLE, OFF = (st.just(0.0), st.just(0.0)), st.just(False)
 CHOICES = (CutLayer("products"), CutLayer("attention"), CutLayer("inputs"), CutLayer(tile_tokens=8))
 
 
@@ -32,42 +33,60 @@ LAYERS = st.lists(st.sampled_from(CHOICES), min_size=1, max_size=4, unique=True)
 
 @st.composite
 def chains(draw):
-    """Layers that are all alike, or all differ; some lack a choice that others have."""
+    """Layers that are all alike, or all differ; some lack a choice that others have, or run in two
+    forwards."""
     layers = draw(LAYERS)
     if draw(st.booleans()):
         layers = [layers[0]] * len(layers)
     elif len(layers[0]) > 2 and draw(st.booleans()):
         layers[0] = layers[0][1:]
+    numbers = ()
+    if draw(st.booleans()):
+        layers = layers[:3]
+        between = draw(st.builds(Option, st.none(), SIZES, st.just(0), *IDLE, SIZES, SIZES, OFF))
+        again = [draw(layer([one.choice for one in options])) for options in layers]
+        numbers = (*range(len(layers)), len(layers) - 1, *range(len(layers)))
+        layers = [*layers, (between,), *again]
     gradients = draw(
         st.just(()) | st.lists(SIZES, min_size=len(layers) + 2, max_size=len(layers) + 2)
     )
     ends = draw(st.tuples(SIZES, SIZES, TIMES, st.sampled_from([0.5, 2.0, 100.0])))
-    return Chain(tuple(layers), *ends, tuple(gradients))
+    return Chain(tuple(layers), *ends, tuple(gradients), 0, numbers)
+
+
+def of_choices(chain, choices):
+    """The options of layers with these choices, one a layer; None where one lacks its choice."""
+    pairs = zip(chain.number_of, chain.layers, strict=True)
+    found = tuple(
+        options[0] if len(options) == 1 else next((o for o in options if o.choice == choices[n]), 0)
+        for n, options in pairs
+    )
+    return None if 0 in found else found
+
+
+def choices_of(chain):
+    """What each layer has a choice of."""
+    first = {}
+    for number, options in zip(chain.number_of, chain.layers, strict=True):
+        first.setdefault(number, [option.choice for option in options])
+    return [*first.values()]
 
 
 def in_runs(chain, runs=3):
     """All assignments in which the choice changes at most twice."""
-    for options in itertools.product(*chain.layers):
-        names = [key for key, _ in itertools.groupby(o.choice for o in options)]
-        if len(names) <= runs:
-            yield options
+    for choices in itertools.product(*choices_of(chain)):
+        if len([*itertools.groupby(choices)]) <= runs:
+            yield of_choices(chain, choices)
 
 
 def mixed(chain):
     """All assignments of which a part in front has two choices, evenly, and the rest a third."""
-    choices = list(dict.fromkeys(o.choice for layer in chain.layers for o in layer))
-    layers = [
-        {o.choice: o for o in layer} if len(layer) > 1 else dict.fromkeys(choices, layer[0])
-        for layer in chain.layers
-    ]
-    for ahead, ways in itertools.product(
-        range(len(layers) + 1), itertools.product(choices, repeat=3)
-    ):
+    choices, count = list(dict.fromkeys(itertools.chain(*choices_of(chain)))), chain.count
+    for ahead, ways in itertools.product(range(count + 1), itertools.product(choices, repeat=3)):
         for share in range(1, ahead):
-            places = [*mixture(share, ahead), *[2] * (len(layers) - ahead)]
-            named = [layer.get(ways[p]) for layer, p in zip(layers, places, strict=True)]
-            if None not in named:
-                yield tuple(named)
+            places = [*mixture(share, ahead), *[2] * (count - ahead)]
+            if (named := of_choices(chain, [ways[place] for place in places])) is not None:
+                yield named
 
 
 def of_its_kind(chain):
@@ -84,7 +103,10 @@ def test_no_plan_is_faster(chain, gpu, host):
     if found is not None:
         assert peak_bytes(chain, found) <= gpu
         assert host_bytes(found) <= host
-        assert step_seconds(chain, found) == pytest.approx(min(times), rel=1e-12)
+        seconds, least = step_seconds(chain, found), min(times)
+        assert seconds >= least * (1 - 1e-12)
+        # several forwards share how much may be on its way, which is found for each by itself
+        assert chain.numbers or seconds == pytest.approx(least, rel=1e-12)
 
 
 @settings(max_examples=100, deadline=None)

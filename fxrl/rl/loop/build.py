@@ -214,6 +214,7 @@ def _around(
     captures nothing yet."""
     model, tokenizer, engine = built
     config, device = events.config, next(model.parameters()).device
+    _check_positions(model, data, config.sampling.max_tokens)
     optimized = functools.partial(optimize, config=config.fxrl)
     make_step: Callable[..., Any] = optimized if config.optimize else _plain
     wrap = functools.partial(
@@ -262,6 +263,21 @@ def _around(
         fingerprints={**data.fingerprints, **made_of},
         ranks=ranks,
     )
+
+
+def _check_positions(model: nn.Module, data: Questions | Examples, max_tokens: int) -> None:
+    """Raises ``ConfigError`` if a completion may not fit behind the longest prompt, which engines
+    refuse when they get it."""
+    about: Any = getattr(model, "config", None)
+    limit = about and getattr(about.get_text_config(), "max_position_embeddings", None)
+    if limit is None or not isinstance(data, Questions) or data.grow:
+        return
+    if data.longest + max_tokens > limit:
+        raise ConfigError(
+            f"sampling.max_tokens={max_tokens} behind the longest prompt, of {data.longest} "
+            f"tokens, is more than the model's {limit} positions; lower it, or "
+            "data.max_prompt_tokens"
+        )
 
 
 def _updater(

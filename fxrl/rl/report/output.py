@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, cast
 
 from fxrl.rl.errors import StorageError
 
-T = TypeVar("T")
 LOG = "train.log"
+_HELD = 2048  # characters that surely fit into a stream's own buffer
 
 
 @contextmanager
@@ -47,7 +47,11 @@ class Outlet:
 
     def write(self, text: str) -> int:
         """As of a stream."""
-        return self._surely(lambda: self._stream.write(text)) or 0
+        # One that flushes by lines holds the line whose flush fails: written again, it came twice.
+        by_lines = getattr(self._stream, "line_buffering", False)
+        held = by_lines and "\n" in text and len(text) <= _HELD
+        self._surely(lambda: self._stream.write(text), self._stream.flush if held else None)
+        return len(text)
 
     def flush(self) -> None:
         """As of a stream."""
@@ -60,14 +64,17 @@ class Outlet:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _surely(self, action: Callable[[], T]) -> T | None:
+    def _surely(
+        self, action: Callable[[], object], again: Callable[[], object] | None = None
+    ) -> None:
         for _ in range(3):  # its own place, the log, nowhere
             in_log = self.lost
             try:
-                return action()
+                action()
+                return
             except OSError as error:
                 self._lose(self, in_log, f"{self._name}: {error.strerror}")
-        return None
+                action = again or action
 
     @property
     def descriptor(self) -> int | None:

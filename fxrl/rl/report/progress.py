@@ -474,5 +474,9 @@ def _hours(seconds: float | None) -> str:
 
 
 def _cell(record: Mapping[str, Any], key: str, form: str) -> str:
+    """A number in a column's form; one that would be nothing in it, by its first digit."""
     value = record.get(key)
-    return "-" if value is None else form.format(value)
+    if value is None:
+        return "-"
+    shown = form.format(value)
+    return f"{value:.1g}" if value and not shown.strip("-0.") else shown

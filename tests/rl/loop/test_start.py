@@ -131,6 +131,15 @@ def test_too_few_questions(config_file, capsys):
     assert "are too few for 8 held out and at least one to train on" in capsys.readouterr().out
 
 
+def test_completions_beyond_the_models_positions_are_told_before_the_first_step(
+    config_file, capsys
+):
+    assert train(config_file, "sampling.max_tokens=1024") == 1
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
+    assert told.startswith("sampling.max_tokens=1024 behind the longest prompt, of ")
+    assert "more than the model's 1024 positions; lower it" in told
+
+
 def test_a_right_answer_that_no_row_has_is_told_before_the_model(config_file, capsys):
     assert train(config_file, "reward={functions=['exact']}", "data.answer=solution") == 2
     told = capsys.readouterr().out

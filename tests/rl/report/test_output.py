@@ -60,6 +60,21 @@ def test_two_threads_at_once(monkeypatch, log):
     assert sorted(others) == ["line 1", "line 2", "line 3"]
 
 
+@pytest.mark.parametrize("buffering", [1, -1])  # by lines as a terminal's, and as a file's
+def test_what_is_lost_while_it_is_flushed_comes_once(monkeypatch, log, buffering):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering) as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        output = Output(str)
+        with output.kept():
+            output.go_on_in(log)
+            for n in (1, 2):
+                assert sys.stdout.write(f"line {n}\n") == 7
+                sys.stdout.flush()
+    assert log.read_text().splitlines()[1:] == ["line 1", "line 2"]
+
+
 def test_a_hangup_while_a_thread_loses_the_stream(monkeypatch, log):
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     reader, writer = os.pipe()

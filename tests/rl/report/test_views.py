@@ -101,6 +101,13 @@ def test_eleven_columns_fit_into_eighty():
     assert values.split() == [form.format(record[key]) for _, key, form in progress.COLUMNS[:-1]]
 
 
+def test_a_small_number_is_shown_by_its_first_digit():
+    console = Console(file=io.StringIO(), width=80)
+    record = {"step": 1, "tokens_per_second": 0.37, "kl": 0.00002, "reward": 0.0}
+    console.print(progress.steps_table([record], 80))
+    assert console.file.getvalue().splitlines()[1].split() == ["1", "0.000", "2e-05", "0.4"]
+
+
 def test_with_held_out_accuracy_the_least_needed_columns_go():
     """No number is cut: a column is there with all its digits, or not at all."""
     typical = (120, 0.3125, 0.31, -0.0123, 0.0123, 2.112, 123.4, 1.122, 1234, 0.0123, 143.1, 0.75)
