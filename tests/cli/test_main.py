@@ -38,7 +38,7 @@ def test_help_lists_every_command(capsys):
     [
         ([], "COMMAND"),
         (["optimise"], "invalid choice: 'optimise'"),
-        (["expalin"], "did you mean 'explain'?"),
+        (["doctr"], "did you mean 'doctor'?"),
         (["explain", "tiny:qwen3"], "--loss"),
         (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "0"], "0 is below 1"),
         (["explain", "tiny:qwen3", "--loss", "grpo", "--batch", "two"], "'two' is no whole number"),
