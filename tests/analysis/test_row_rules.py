@@ -87,8 +87,10 @@ FAMILIES = {
             ..., 2
         ],
         lambda z, x: torch.cat([z.new_ones(1, VOCAB), z[2:] + x.vector, z[:2] + x.vector]).amax(-1),
-        lambda z, x: F.pad(z.log_softmax(-1), (0, 0, 1, 2), value=-3.0)[1:].sum(-1),
-        lambda z, x: torch.nn.utils.rnn.pad_sequence(z.split([2, 4])).exp().sum(-1),
+        lambda z, x: F.pad(z.masked_fill(x.vector > 1, -9.0).log_softmax(-1), (0, 0, 1, 2))[1:].sum(
+            -1
+        ),
+        lambda z, x: torch.nn.utils.rnn.pad_sequence(z.split([1, 5])).exp().sum(-1),
         lambda z, x: entries(z.new_full((3, 4, VOCAB), -1.0), z + x.vector).amax(-1),
         lambda z, x: entries(z.new_empty(3, 4, VOCAB).zero_(), z)[0, 1:3].amax(-1),
     ],

@@ -151,6 +151,7 @@ class ExprPool:
     def __init__(self) -> None:
         self._interned: dict[Any, RowExpr] = {}
         self._shifted: dict[tuple[int, Any], RowExpr] = {}
+        self._reshaped: dict[int, tuple[RowExpr, list[int]]] = {}  # of what, and its local sizes
 
     def leaf(self, leaf: Leaf) -> RowExpr:
         """The expression that reads ``leaf``."""
@@ -168,6 +169,15 @@ class ExprPool:
         flat_kwargs = tuple(sorted(kwargs.items()))
         key = ("call", target, _key(flat_args), _key(flat_kwargs))
         return self._intern(key, lambda: RowExpr(target, flat_args, flat_kwargs))
+
+    def reshaped(self, expr: RowExpr, old: list[int], new: list[int]) -> RowExpr:
+        """``expr`` with local sizes ``new`` for ``old``; reshaped back it is what it was."""
+        expr, old = self._reshaped.get(id(expr), (expr, old))
+        if old == new:
+            return expr
+        result = self.call(torch.ops.aten.reshape.default, expr, (-1, *new))
+        self._reshaped[id(result)] = expr, old
+        return result
 
     def _intern(self, key: Any, make: Callable[[], RowExpr]) -> RowExpr:
         if key not in self._interned:

@@ -171,15 +171,20 @@ def _padded(
     return selected(rules, kept, "pad", (value.token_dim(dim), *around), sizes)
 
 
+def _counts(size: Any) -> bool:
+    """Whether rows are added; a negative number cuts off as many."""
+    return not isinstance(size, int) or size >= 0
+
+
 # ---------------------------------------------------------------------------- blank rows
-def _filling(item: fx.Node) -> Any:
+def _filling(item: fx.Node) -> float | None:
     """The number that a value is, of any tokens; None if it is no constant."""
     while is_view(item):
         item = as_node(item.args[0])
-    if is_call(item, aten.full.default, aten.full_like.default, aten.new_full.default):
-        return bound(item)["fill_value"]
-    if is_call(item, aten.fill.Scalar):
-        return bound(item)["value"]
+    filled = aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar
+    if is_call(item, *filled):
+        number = bound(item).get("fill_value", bound(item).get("value"))
+        return float(number) if isinstance(number, (int, float)) else None
     if is_call(item, aten.ones.default, aten.ones_like.default, aten.new_ones.default):
         return 1
     return 0 if is_call(item, *_ZEROS) else None
@@ -197,7 +202,7 @@ _KEEP_ZEROS = (
 #: What has finite values and gradients where its operands have.
 _FINITE = (
     *(*_KEEP_ZEROS, aten.addmm.default, aten.add.Tensor, aten.sub.Tensor),
-    *(aten._log_softmax.default, aten._softmax.default),
+    *(aten._log_softmax.default, aten._softmax.default, aten.masked_fill.Scalar, aten.where.self),
 )
 
 
@@ -261,10 +266,12 @@ def pad(rules: RowRules, node: fx.Node) -> RowValue:
     padded = [len(value.tags) - 1 - at // 2 for at, size in enumerate(pads) if size != 0]
     if not padded:
         return value
-    if len(set(padded)) == 1 and value.is_token(padded[0]):
+    if len(set(padded)) == 1 and value.wide:
+        rows = units_as_tokens(rules, value, padded)
         at = 2 * (len(value.tags) - 1 - padded[0])
-        fill, around = bound(node)["value"] or 0, (pads[at], pads[at + 1])
-        return _padded(rules, value, padded[0], around, sizes, fill)
+        if rows.is_token(padded[0]) and all(map(_counts, pads[at : at + 2])):
+            around = pads[at], pads[at + 1]
+            return _padded(rules, rows, padded[0], around, sizes, float(bound(node)["value"] or 0))
     local: list[Any] = []
     for at, dim in enumerate(reversed(range(len(value.tags) - len(pads) // 2, len(value.tags)))):
         pair = pads[2 * at : 2 * at + 2]

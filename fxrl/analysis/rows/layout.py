@@ -57,9 +57,7 @@ def reshaped(
     result = RowValue(value.expr, tags, sizes)
     old = [static(size) for size in value.local_sizes]
     new = [static(size) for size in result.local_sizes]
-    if old == new:
-        return result
-    return RowValue(rules.pool.call(aten.reshape.default, value.expr, (-1, *new)), tags, sizes)
+    return RowValue(rules.pool.reshaped(value.expr, old, new), tags, sizes)
 
 
 def normalised(rules: RowRules, value: RowValue) -> RowValue:
