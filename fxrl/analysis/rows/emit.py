@@ -221,14 +221,17 @@ class RowEmitter:
         return made
 
     def count_rows(self, wide: Iterable[fx.Node]) -> None:
-        """Read counts of selected rows off what feeds the program, no longer off ``wide`` values.
-
-        A count is read to check or to divide by; it alone would keep all logits alive.
-        """
-        for reader in [user for value in wide for user in value.users]:
-            place = self._counted.get(str(reader.meta.get("val")))
-            if place is not None and is_call(reader, aten.sym_size.int):
-                reader.replace_all_uses_with(self.builder.call(aten.sym_size.int, *place))
+        """Read sizes off the graph's inputs, and counts of selected rows off what feeds the
+        program, no longer off ``wide`` values: a size that is read would keep all logits alive."""
+        users = dict.fromkeys(user for value in wide for user in value.users)
+        for reader in [user for user in users if is_call(user, aten.sym_size.int)]:
+            size = reader.meta["val"]
+            if str(size) in self._counted:
+                reader.replace_all_uses_with(
+                    self.call(aten.sym_size.int, *self._counted[str(size)])
+                )
+            elif isinstance(known := self.sizes.of_inputs(size), fx.Node):
+                reader.replace_all_uses_with(known)
 
     # -- the way out
     def check_restorable(self, values: Iterable[RowValue]) -> None:
