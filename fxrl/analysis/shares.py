@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.analysis.rows import compute, layout
+from fxrl.analysis.rows import compute, joins, layout
 from fxrl.analysis.rows.analysis import RULES
 from fxrl.analysis.rows.rules import dims_of, op_name
 from fxrl.ir.graph import (
@@ -413,8 +413,8 @@ _KINDS: dict[Any, Rule] = {
     layout.select: _select,
     layout.unbind: _split,
     layout.split: _split,
-    layout.join: _join,
-    layout.pad: _pad,
+    joins.join: _join,
+    joins.pad: _pad,
     layout.gather: _picked,
     layout.scatter: _picked,
     layout.index: _index,

@@ -234,17 +234,21 @@ class SizeTable:
         """
         if not isinstance(size, (int, torch.SymInt)):
             return None
-        formula = self._inputs.formula(size)
-        if formula is None:
+        found = self.of_inputs(size)
+        if found is None:
             if self._all is None:
                 self._all = _Known(dict(self._inputs.sizes))
                 for node in self._rest:
                     _learn(self._all, node)
-            formula = self._all.formula(size)
-        found: int | fx.Node | None = None
-        if formula is not None:
-            found = _value(formula, self._call, self._read)
+            found = self._made_of(self._all.formula(size))
         return found
+
+    def of_inputs(self, size: Size) -> int | fx.Node | None:
+        """``size`` as ``find`` gives it where the graph's inputs tell it; else None."""
+        return self._made_of(self._inputs.formula(size))
+
+    def _made_of(self, formula: Any) -> int | fx.Node | None:
+        return None if formula is None else _value(formula, self._call, self._read)
 
     def _read(self, place: Place) -> fx.Node:
         if isinstance(place, fx.Node):

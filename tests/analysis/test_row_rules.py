@@ -41,6 +41,13 @@ def written(z, where):
     return z
 
 
+def entries(buffer, z):
+    buffer[0, 1:3] = z[:2]
+    buffer[2] = z[2:]
+    buffer[0] = z[1:5]
+    return buffer
+
+
 #: family -> functions of (logits [n, V], the other inputs) to narrow values [n] or [n, k]
 FAMILIES = {
     "pointwise": [
@@ -72,6 +79,20 @@ FAMILIES = {
         lambda z, x: z.chunk(2, -1)[0].amax(-1),
         lambda z, x: F.pad(z[:-1].tanh() / 2, (0, 0, 1, 0)).softmax(-1)[:, 2],
         lambda z, x: torch.cat([z.new_zeros(1, VOCAB), -z[2:], torch.zeros_like(z[:2])]).amax(-1),
+    ],
+    "joins": [
+        lambda z, x: torch.stack([z[1:4], z[:3], z[3:]]).amax(-1),
+        lambda z, x: torch.cat([z[4:] * 2, z[1:3] * 2, torch.zeros_like(z[:2])]).amax(-1),
+        lambda z, x: torch.stack([z[:4], torch.zeros_like(z[:4]), z[2:]], 1)[1:].softmax(-1)[
+            ..., 2
+        ],
+        lambda z, x: torch.cat([z.new_ones(1, VOCAB), z[2:] + x.vector, z[:2] + x.vector]).amax(-1),
+        lambda z, x: F.pad(z.masked_fill(x.vector > 1, -9.0).log_softmax(-1), (0, 0, 1, 2))[1:].sum(
+            -1
+        ),
+        lambda z, x: torch.nn.utils.rnn.pad_sequence(z.split([1, 5])).exp().sum(-1),
+        lambda z, x: entries(z.new_full((3, 4, VOCAB), -1.0), z + x.vector).amax(-1),
+        lambda z, x: entries(z.new_empty(3, 4, VOCAB).zero_(), z)[0, 1:3].amax(-1),
     ],
     "indexing": [
         lambda z, x: z.gather(-1, x.ids[:, None])[:, 0],
@@ -174,7 +195,9 @@ REFUSED = {
     "aten.flip.default moves values between tokens": lambda z, x: (z.flip(0) * z).sum(-1),
     "aten.roll.default moves values between tokens": lambda z, x: (z.roll(1, 0) * z).sum(-1),
     "a matrix product contracts tokens": lambda z, x: (z @ z.t()).amax(-1),
-    "tokens are padded with constants": lambda z, x: F.pad(z, (0, 0, 1, 0), value=1.0).amax(-1),
+    "tokens are padded with constants": lambda z, x: F.pad(z / x.row[:, None], (0, 0, 1, 0)).amax(
+        -1
+    ),
     "a view merges token dims": lambda z, x: z.reshape(-1).cumsum(0),
     "aten.masked_select.default takes entries": lambda z, x: z.masked_select(z > 0).cumsum(0),
     "tokens are paired with other tokens": lambda z, x: (z[:, None] * z[None]).sum(-1),

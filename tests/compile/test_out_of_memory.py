@@ -45,7 +45,13 @@ class Allocator:
 
         def planted(region, sizes):
             found = body(region, sizes)
-            return replace(found, **{self.half: self._failing(getattr(found, self.half))})
+            half = getattr(found, self.half)
+            failing = (
+                self._failing(half)
+                if self.half == "forward"
+                else replace(half, function=self._failing(half.function))
+            )
+            return replace(found, **{self.half: failing})
 
         monkeypatch.setattr(CompiledRegion, "body", planted)
 

@@ -1410,13 +1410,13 @@ def padded_behind_the_last_token(hidden, weight, ids):
     return -z.topk(3, -1)[0].log_softmax(-1)[..., 0].mean()
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def zeros_ahead_of_logits_with_a_bias(hidden, weight, bias, ids):
     z = F.linear(hidden, weight, bias)
     return _logp(torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1), ids).sum()
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def ones_ahead_of_the_logits(hidden, weight, ids):
     z = F.linear(hidden, weight)
     return _logp(torch.cat([torch.ones_like(z[:, :1]), z[:, :-1]], dim=1), ids).sum()
@@ -1566,7 +1566,7 @@ def logits_written_to_rows_and_columns(hidden, weight, ids, mask, adv):
     return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def logits_with_a_bias_written_into_a_padded_batch(hidden, weight, bias, ids, mask, adv):
     keep = mask == 1
     padded = hidden.new_zeros(*mask.shape, len(weight))
@@ -1574,7 +1574,7 @@ def logits_with_a_bias_written_into_a_padded_batch(hidden, weight, bias, ids, ma
     return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(APPLY)
 def logits_written_into_a_batch_of_ones(hidden, weight, ids, mask, adv):
     keep = mask == 1
     padded = hidden.new_ones(*mask.shape, len(weight))
@@ -1589,6 +1589,84 @@ def log_probs_of_every_token_of_a_sequence(hidden, weight, ids, mask):
     each = lp.gather(-1, later[:, None, :].expand(-1, lp.size(1), -1))
     before = torch.ones_like(each[0]).tril(-1)
     return _mean(-(torch.log1p(-each.exp()) * before).sum(-1), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- packed rows put side by side
+LENGTHS = (11, 8, 10, 7)
+
+
+def packed(hidden):
+    """Four sequences, one behind the other."""
+    return torch.cat([row[:n] for row, n in zip(hidden, LENGTHS, strict=True)])
+
+
+@shape(APPLY)
+def ranges_of_packed_logits_written_into_a_batch(hidden, weight, ids, mask, adv):
+    z, start = F.linear(packed(hidden), weight) / 0.7, 0
+    out = z.new_zeros(*ids.shape, len(weight))
+    for i, n in enumerate(LENGTHS):
+        out[i, :n] = z[start : start + n]
+        start += n
+    return _pg(_logp(out[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def ranges_that_data_bounds_written_into_a_batch(hidden, weight, ids, mask, adv):
+    z = F.linear(packed(hidden), weight)
+    out = torch.zeros(*ids.shape, len(weight), dtype=z.dtype)
+    bounds = F.pad(torch.tensor(LENGTHS) + 0 * ids[:, 0], (1, 0)).cumsum(0).tolist()
+    for i, (start, end) in enumerate(zip(bounds, bounds[1:])):  # noqa: B905, RUF007
+        out[i, out.size(1) - (end - start) :] = z[start:end]  # padded on the left
+    return _pg(_logp(out[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def log_probs_of_packed_rows_written_into_a_batch(hidden, weight, ids, mask, adv):
+    lp, start = F.linear(packed(hidden), weight).log_softmax(-1), 0
+    out = torch.full((*ids.shape, len(weight)), -9.0, dtype=lp.dtype)
+    for i, n in enumerate(LENGTHS):
+        out[i, :n] = lp[start : start + n]
+        start += n
+    return _pg(out[:, :-1].gather(-1, ids[:, 1:, None])[..., 0], mask, adv)
+
+
+@shape(APPLY)
+def packed_logits_by_pad_sequence(hidden, weight, ids, mask, adv):
+    z = F.linear(packed(hidden), weight).split(LENGTHS)
+    out = torch.nn.utils.rnn.pad_sequence(z, batch_first=True)
+    return _pg(_logp(out[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def packed_logits_stacked_with_zeros_behind(hidden, weight, bias, ids, mask, adv):
+    z = F.linear(packed(hidden), weight, bias).tensor_split((11, 19, 29))
+    out = [torch.cat([row, row.new_zeros(11 - len(row), len(weight))]) for row in z]
+    return _pg(_logp(torch.stack(out)[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def sequences_written_in_another_order(hidden, weight, ids, mask, adv):
+    z = F.linear(hidden, weight)
+    out = torch.zeros_like(z)
+    out[0], out[1], out[3] = z[2], z[0], z[1]
+    out[1] = z[3]
+    return _pg(_logp(out[:, :-1], ids[:, 1:]), mask, adv)
+
+
+@shape(APPLY)
+def spans_of_sequences_stacked(hidden, weight, ids):
+    z, at = F.linear(hidden, weight), (1, 2, 0, 3)
+    spans = torch.stack([z[i, start : start + 5] for i, start in enumerate(at)])
+    targets = torch.stack([ids[i, start + 1 : start + 6] for i, start in enumerate(at)])
+    return F.cross_entropy(spans.flatten(0, 1), targets.flatten())
+
+
+@shape(REFUSE)
+def logits_at_each_rows_temperature_written_into_a_batch(hidden, weight, ids, mask, adv):
+    z = F.linear(packed(hidden), weight)
+    z = (z / (1 + packed(mask)[:, None])).split(LENGTHS)  # a row of zeros could be 0 / 0
+    out = torch.nn.utils.rnn.pad_sequence(z, batch_first=True)
+    return _pg(_logp(out[:, :-1], ids[:, 1:]), mask, adv)
 
 
 # ---------------------------------------------------------------- the user's own autograd.Function

@@ -278,6 +278,23 @@ def test_a_head_of_no_more_classes_than_features_is_a_fact():
     assert (remark.kind, remark.reason) == ("analysis", "3 classes of 4 features: nothing to save")
 
 
+def test_a_size_that_is_read_off_the_logits_keeps_none_of_them():
+    """What ``cross_entropy`` gives per token has the shape of its input, whose sizes vary."""
+
+    def per_token(hidden, weight, ids):
+        logits = F.linear(hidden, weight)[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").sum()
+
+    hidden, weight, ids = head_inputs()
+    hidden, ids = hidden.detach().view(2, 3, 4).requires_grad_(), ids.view(2, 3)
+    for tensor in (hidden, ids):
+        torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    gm = lowered(per_token, hidden, weight, ids)
+    (remark,) = FuseLinearLogprob(tile_tokens=2).run(gm).remarks
+    assert remark.kind == "applied"
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+
+
 def test_missed_when_it_saves_too_little():
     gm = lowered(logprob, *head_inputs())
     report = FuseLinearLogprob(min_saved_bytes=2**20).run(gm)

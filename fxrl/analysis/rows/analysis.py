@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows import compute, gradients, layout
+from fxrl.analysis.rows import compute, gradients, joins, layout
 from fxrl.analysis.rows.expr import PATCHED, RowExpr, RowValue, leaves, spelled, walk
 from fxrl.analysis.rows.heads import (
     factors,
@@ -88,8 +88,8 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (layout.select, (aten.select.int,)),
     (layout.unbind, (aten.unbind.int,)),
     (layout.split, (aten.split.Tensor, aten.split_with_sizes.default)),
-    (layout.join, (aten.cat.default, aten.stack.default)),
-    (layout.pad, (aten.constant_pad_nd.default,)),
+    (joins.join, (aten.cat.default, aten.stack.default)),
+    (joins.pad, (aten.constant_pad_nd.default,)),
     (layout.gather, (aten.gather.default,)),
     (layout.scatter, (
         aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter.reduce,
@@ -100,8 +100,8 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
         aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_add.default,
         aten.index_copy.default)),
     (layout.masked_select, (aten.masked_select.default,)),
-    (layout.index_put, (aten.index_put.default,)),
-    (layout.write_part, (aten.slice_scatter.default, aten.select_scatter.default)),
+    (joins.index_put, (aten.index_put.default,)),
+    (joins.write_part, (aten.slice_scatter.default, aten.select_scatter.default)),
 ]
 # fmt: on
 #: By op, or by the name of one that is defined above this.
@@ -330,14 +330,16 @@ class _Walk:
 
     def _check_rows(self, output: RowOutput) -> None:
         """Refuse an expression that reads the same hidden states under two row selections."""
-        chains: dict[fx.Node, set[Any]] = {}
+        chains: dict[fx.Node, set[str]] = {}
         hidden = {node for node, _ in self._head_exprs}
         for expr in walk([output.value.expr]):
             if expr.target == PATCHED:
                 cure = "read the part that was written, or write with torch.where"
                 raise Refusal("a write into a slice runs over tokens", cure, output.node)
+            if expr.leaf is not None and expr.leaf.takes("expand"):
+                raise Refusal(layout.EXPANDED, at=output.node)
             if expr.leaf is not None and expr.leaf.tiled and expr.leaf.node in hidden:
-                chains.setdefault(expr.leaf.node, set()).add(id(expr))
+                chains.setdefault(expr.leaf.node, set()).add(str(expr.leaf.steps))
         if any(len(found) > 1 for found in chains.values()):
             reason = "the logits of different tokens are combined"
             cure = "reduce over the vocabulary first, or multiply each part's rows by the head"

@@ -100,12 +100,19 @@ class RowEmitter:
         node, tokens = leaf.node, leaf.token_sizes
         for target, args in leaf.prepare:
             node = self.call(target, node, *map(self._sized, args))
-        for step in leaf.steps:
-            node = self._step(self._regroup(node, tokens, step.sizes), step)
-            tokens = step.result
+        node, tokens = self._run(node, tokens, leaf.steps)
         if len(tokens) == 1 and spelled_alike(shape_of(node)[1:], leaf.local_sizes):
             return node
         return self.call(aten.reshape.default, node, [-1, *map(self._sized, leaf.local_sizes)])
+
+    def _run(
+        self, node: fx.Node, tokens: tuple[Any, ...], steps: Iterable[RowStep]
+    ) -> tuple[fx.Node, tuple[Any, ...]]:
+        """The rows that steps select, and the sizes of their token dims."""
+        for step in steps:
+            node = self._step(self._regroup(node, tokens, step.sizes), step)
+            tokens = step.result
+        return node, tokens
 
     def _sized(self, arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):
@@ -141,8 +148,10 @@ class RowEmitter:
             return self._index(node, step)
         if step.kind == "pad":
             return self._pad(node, *step.args)
-        if step.kind == "place":
-            return self._place(node, step)
+        if step.kind in ("zeros", "place", "write"):
+            return self._among_zeros(node, step)
+        if step.kind in ("cat", "stack"):
+            return self._joined(node, step)
         target = {"slice": aten.slice.Tensor, "select": aten.select.int}[step.kind]
         if step.kind == "slice" and not has_hint(*step.result):
             return self._counted_rows(target, (node, *step.args), step)
@@ -160,12 +169,32 @@ class RowEmitter:
 
         return self.builder.call(aten.cat.default, [*zeros(before), node, *zeros(after)], dim)
 
-    def _place(self, node: fx.Node, step: RowStep) -> fx.Node:
+    def _among_zeros(self, node: fx.Node, step: RowStep) -> fx.Node:
         """Rows of zeros, and the given ones at their places among them."""
-        val = val_of(node)
-        sizes = self._sized([*step.result, *shape_of(node)[len(step.sizes) :]])
-        zeros = self.builder.call(aten.full.default, sizes, 0, dtype=val.dtype, device=val.device)
-        return self.call(aten.index_put.default, zeros, list(step.args), node)
+        val, rest = val_of(node), shape_of(node)[len(step.sizes) :]
+        sizes, kind = self._sized([*step.result, *rest]), {"dtype": val.dtype, "device": val.device}
+        zeros = self.builder.call(aten.full.default, sizes, 0, **kind)
+        if step.kind == "place":
+            return self.call(aten.index_put.default, zeros, list(step.args), node)
+        if step.kind == "zeros":
+            return zeros
+        dim, bounds, written = step.args
+        if not spelled_alike(written, step.sizes):  # one row may be written to several places
+            place = self._made_call(aten.slice.Tensor, (zeros, dim, *bounds), (*written, *rest))
+            count = self.builder.call(aten.sym_size.int, place, dim)
+            counts = [count if d == dim else -1 for d in range(len(shape_of(node)))]
+            node = self._made_call(aten.expand.default, (node, counts), (*written, *rest))
+        return self._made_call(
+            aten.slice_scatter.default, (zeros, node, dim, *bounds), (*step.result, *rest)
+        )
+
+    def _joined(self, node: fx.Node, step: RowStep) -> fx.Node:
+        dim, parts = step.args
+        feeds = [
+            self._regroup(*self._run(node, step.sizes, chain), sizes) for chain, sizes in parts
+        ]
+        target = {"cat": aten.cat.default, "stack": aten.stack.default}[step.kind]
+        return self.call(target, feeds, dim)
 
     def _index(self, node: fx.Node, step: RowStep) -> fx.Node:
         """Rows by positions, or by a mask."""
@@ -176,21 +205,29 @@ class RowEmitter:
 
     def _counted_rows(self, target: Any, args: tuple[Any, ...], step: RowStep) -> fx.Node:
         """A call that selects as many rows as a tensor says; the graph has a symbol for them."""
-        val = val_of(args[0])
-        made = self.builder.graph.call_function(target, args)
-        made.meta["val"] = val.new_empty((*step.result, *val.shape[len(step.sizes) :]))
+        rest = shape_of(args[0])[len(step.sizes) :]
+        made = self._made_call(target, args, (*step.result, *rest))
         self._counted |= {str(size): (made, dim) for dim, size in enumerate(step.result)}
         return made
 
-    def count_rows(self, wide: Iterable[fx.Node]) -> None:
-        """Read counts of selected rows off what feeds the program, no longer off ``wide`` values.
+    def _made_call(self, target: Any, args: tuple[Any, ...], shape: tuple[Any, ...]) -> fx.Node:
+        """A call of which the graph has symbols for sizes that its op would name anew."""
+        made = self.builder.graph.call_function(target, args)
+        made.meta["val"] = val_of(args[0]).new_empty(shape)
+        return made
 
-        A count is read to check or to divide by; it alone would keep all logits alive.
-        """
-        for reader in [user for value in wide for user in value.users]:
-            place = self._counted.get(str(reader.meta.get("val")))
-            if place is not None and is_call(reader, aten.sym_size.int):
-                reader.replace_all_uses_with(self.builder.call(aten.sym_size.int, *place))
+    def count_rows(self, wide: Iterable[fx.Node]) -> None:
+        """Read sizes off the graph's inputs, and counts of selected rows off what feeds the
+        program, no longer off ``wide`` values: a size that is read would keep all logits alive."""
+        users = dict.fromkeys(user for value in wide for user in value.users)
+        for reader in [user for user in users if is_call(user, aten.sym_size.int)]:
+            size = reader.meta["val"]
+            if str(size) in self._counted:
+                reader.replace_all_uses_with(
+                    self.call(aten.sym_size.int, *self._counted[str(size)])
+                )
+            elif isinstance(known := self.sizes.of_inputs(size), fx.Node):
+                reader.replace_all_uses_with(known)
 
     # -- the way out
     def check_restorable(self, values: Iterable[RowValue]) -> None:

@@ -19,7 +19,7 @@ identity is equality and the emitted body shares every subexpression.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,13 +42,20 @@ class RowStep:
     # ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"split"`` (op, dim, sizes,
     # index of the part), ``"permute"`` (order), ``"index"`` (one index tensor or None per token
     # dim), ``"pad"`` (dim, rows of zeros before, and after), ``"place"`` (index tensors of the
-    # result: where the rows are among rows of zeros).
+    # result: where the rows are among rows of zeros), ``"write"`` (dim, bounds of the slice of
+    # zeros that is written, sizes of this slice), ``"zeros"`` (), ``"expand"`` () to as many rows
+    # as data knows, ``"cat"`` and ``"stack"`` (dim, parts: the steps and token sizes of each).
     kind: str
     args: tuple[Any, ...]  # dims count token dims only; graph values (indices) are ``fx.Node``
     # Sizes of the token dims that the step expects; a tensor with the same rows under other token
     # dims is reshaped to these first.
     sizes: tuple[Any, ...]
     result: tuple[Any, ...]  # sizes of the token dims afterwards
+
+    def takes(self, kind: str) -> bool:
+        """Whether it, or a step of the parts that it joins, is of this kind."""
+        parts = self.args[1] if self.kind in ("cat", "stack") else ()
+        return self.kind == kind or any(step.takes(kind) for chain, _ in parts for step in chain)
 
     def selects_as(self, other: RowStep) -> bool:
         """Whether both select the same rows of the same tokens."""
@@ -81,6 +88,10 @@ class Leaf:
     def tiled(self) -> bool:
         """Whether each row has its own part of this input."""
         return self.token_sizes is not None
+
+    def takes(self, kind: str) -> bool:
+        """Whether a step of this kind is among those that select its rows, or parts of them."""
+        return any(step.takes(kind) for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,6 +143,7 @@ class ExprPool:
     def __init__(self) -> None:
         self._interned: dict[Any, RowExpr] = {}
         self._shifted: dict[tuple[int, Any], RowExpr] = {}
+        self._reshaped: dict[int, tuple[RowExpr, list[int]]] = {}  # of what, and its local sizes
 
     def leaf(self, leaf: Leaf) -> RowExpr:
         """The expression that reads ``leaf``."""
@@ -150,6 +162,15 @@ class ExprPool:
         key = ("call", target, _key(flat_args), _key(flat_kwargs))
         return self._intern(key, lambda: RowExpr(target, flat_args, flat_kwargs))
 
+    def reshaped(self, expr: RowExpr, old: list[int], new: list[int]) -> RowExpr:
+        """``expr`` with local sizes ``new`` for ``old``; reshaped back it is what it was."""
+        expr, old = self._reshaped.get(id(expr), (expr, old))
+        if old == new:
+            return expr
+        result = self.call(torch.ops.aten.reshape.default, expr, (-1, *new))
+        self._reshaped[id(result)] = expr, old
+        return result
+
     def _intern(self, key: Any, make: Callable[[], RowExpr]) -> RowExpr:
         if key not in self._interned:
             self._interned[key] = make()
@@ -164,15 +185,83 @@ class ExprPool:
 
     def _shift(self, expr: RowExpr, step: RowStep) -> RowExpr:
         if expr.leaf is not None:
-            if not expr.leaf.tiled:
-                return expr
-            return self.leaf(replace(expr.leaf, steps=(*expr.leaf.steps, step)))
+            return self.leaf(_moved(expr.leaf, step)) if expr.leaf.tiled else expr
         if expr.target == PATCHED and expr.args[2].selects_as(step):
             written: RowExpr = expr.args[1]
             return written
         args = map_exprs(expr.args, lambda operand: self.shift(operand, step))
         kwargs = {name: map_exprs(v, lambda o: self.shift(o, step)) for name, v in expr.kwargs}
         return self.call(expr.target, *args, **kwargs)
+
+    def join(
+        self, kind: str, dim: int, parts: Sequence[tuple[RowExpr, tuple[Any, ...]]], left: Any
+    ) -> RowExpr:
+        """Selections of the rows of one expression, each with its token sizes, by a ``"cat"`` or a
+        ``"stack"`` in token dim ``dim``. Raises ``Refusal`` if they are computed differently."""
+        exprs, sizes = zip(*parts, strict=True)
+        first: RowExpr = exprs[0]
+        if first.leaf is not None:
+            return self.leaf(_beside([expr.leaf for expr in exprs], kind, dim, sizes, left))
+
+        def same(*args: Any) -> Any:
+            if all(isinstance(arg, RowExpr) for arg in args):
+                return self.join(kind, dim, list(zip(args, sizes, strict=True)), left)
+            if all(isinstance(arg, tuple) and len(arg) == len(args[0]) for arg in args):
+                return tuple(map(same, *args))
+            if any(_key(arg) != _key(args[0]) for arg in args):
+                raise Refusal("the rows that are joined are not computed alike")
+            return args[0]
+
+        same(*(expr.target for expr in exprs))
+        args = same(*(expr.args for expr in exprs))
+        kwargs = same(*(expr.kwargs for expr in exprs))
+        return self.call(first.target, *args, **dict(kwargs))
+
+
+def _moved(leaf: Leaf, step: RowStep) -> Leaf:
+    """``leaf`` with one step more: any rows of zeros are zeros, an entry of a stack is that part,
+    and a write takes rows of any number."""
+    before = leaf.steps[-1] if leaf.steps else None
+    if step.kind == "zeros":
+        return replace(leaf, steps=(replace(step, sizes=leaf.token_sizes or ()),))
+    if before is None:
+        return replace(leaf, steps=(step,))
+    if before.kind == "zeros":
+        return replace(leaf, steps=(replace(before, result=step.result),))
+    earlier = leaf.steps[:-1]
+    if before.kind == "stack" and _takes_entry(step, before):
+        chain, _ = before.args[1][step.args[1]]
+        return replace(leaf, steps=(*earlier, *chain))
+    if step.kind in ("write", "expand") and before.kind == "expand":
+        return replace(leaf, steps=(*earlier, replace(step, sizes=before.sizes)))
+    return replace(leaf, steps=(*leaf.steps, step))
+
+
+def _takes_entry(step: RowStep, stack: RowStep) -> bool:
+    alike = list(map(spelled, step.sizes)) == list(map(spelled, stack.result))
+    return alike and step.kind == "select" and step.args[:1] == stack.args[:1]
+
+
+def _beside(
+    parts: list[Leaf | None], kind: str, dim: int, sizes: tuple[Any, ...], left: Any
+) -> Leaf:
+    """One leaf of all rows of some of one tensor; what they have in common is selected once."""
+    first = parts[0]
+    alike = {_key(replace(leaf, steps=())) if leaf is not None else None for leaf in parts}
+    if first is None or len(alike) > 1:
+        raise Refusal("the rows that are joined are read from different tensors")
+    if not first.tiled:
+        return first
+    chains = [leaf.steps for leaf in parts if leaf is not None]
+    common = 0
+    while len({_key(chain[common : common + 1]) for chain in chains}) == 1 and common < min(
+        map(len, chains)
+    ):
+        common += 1
+    before = first.steps[common - 1].result if common else first.token_sizes
+    rest = tuple((chain[common:], size) for chain, size in zip(chains, sizes, strict=True))
+    step = RowStep(kind, (dim, rest), before, left)  # type: ignore[arg-type]
+    return replace(first, steps=(*first.steps[:common], step))
 
 
 def _key(arg: Any) -> Any:
