@@ -320,8 +320,8 @@ def _placed(rules: RowRules, node: fx.Node) -> RowValue:
     masked = any(val_of(at).dtype == torch.bool for _, at in spans)
     rank = 1 if masked else max(len(shape_of(at)) for _, at in spans)
     followed = dims == list(range(len(dims))) and not (masked and len(spans) > 1)
-    rows = [True] * rank + [False] * (len(sizes) - len(dims))
-    if value is not None and list(map(value.is_token, range(len(value.tags)))) == rows:
+    rows = (True,) * rank + (False,) * (len(sizes) - len(dims))
+    if value is not None and value.tokens == rows:
         value = _keeping(rules, value, _filling(given["self"]))
     else:
         value = None
@@ -385,11 +385,11 @@ def write_part(rules: RowRules, node: fx.Node) -> Rows:
         return among
     value = sole_row(rules, node)
     dim = given["dim"] % len(value.tags)
-    own = list(value.tags) if is_slice else [*value.tags[:dim], *value.tags[dim + 1 :]]
+    own = value.tags if is_slice else (*value.tags[:dim], *value.tags[dim + 1 :])
     if row is None:
         if value.is_token(dim):
             raise Refusal("tokens of the logits are overwritten by a value that is no row")
-        part = operand(rules, source, tuple(own), shape_of(source), each=True)
+        part = operand(rules, source, own, shape_of(source), each=True)
         return rules.call(node, value.tags, self=value.expr, src=part, dim=value.local_dim(dim))
     if value.is_token(dim):
         args = slice_bounds(node) if is_slice else (given["index"],)
@@ -401,7 +401,7 @@ def write_part(rules: RowRules, node: fx.Node) -> Rows:
             written = rules.pool.call(aten.reshape.default, written, (-1, *local))
         expr = rules.pool.call(PATCHED, value.expr, written, step)
         return RowValue(expr, value.tags, value.sizes)
-    if [tag == TOKEN for tag in own] != [tag == TOKEN for tag in row.tags]:
+    if row.tokens != tuple(tag == TOKEN for tag in own):
         raise Refusal("a slice of the vocabulary is overwritten by other tokens")
     return rules.call(node, value.tags, self=value.expr, src=row.expr, dim=value.local_dim(dim))
 
