@@ -16,7 +16,7 @@ from fxrl.models import load_model, tiny_tokenizer
 from fxrl.rl import Callback, Trainer
 from fxrl.rl.callbacks import EVENTS
 from fxrl.rl.config.load import load_config
-from fxrl.rl.errors import CallbackError
+from fxrl.rl.errors import CallbackError, CheckpointError
 from fxrl.rl.train import main
 from tests.rl.metrics import numbers
 
@@ -87,6 +87,16 @@ def test_other_sources_of_rows(config_file, tables):
         trainer = Trainer(data=rows, config=config)
         assert list(trainer.config.data.rows) == ROWS[:5]
         assert trainer.config.data.path is None
+
+
+def test_other_rows_go_on_where_that_is_asked_for(tables):
+    tables |= {"steps": 1, "reward": {}, "eval": {"rows": ROWS[:2]}}
+    Trainer(TINY, even, ROWS, tables).train()
+    others = [*reversed(ROWS)]
+    with pytest.raises(CheckpointError, match=r"data: was .*\n.*--accept-changes"):
+        Trainer(TINY, even, others, tables | {"steps": 2}).train(resume="")
+    again = Trainer(TINY, even, others, tables | {"steps": 2})
+    assert again.train(resume="", accept_changes=True).summary["steps"] == 2
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,11 @@ from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop import store
 from fxrl.rl.report.files import Tell
 
-# May differ between a run and its continuation: they change no number of a step.
+# May differ between a run and its continuation: they change no number of a step, or others compare
+# them (rows that a program gives are told by the fingerprints of the data).
 _FREE = {
+    "data.rows",
+    "eval.rows",
     "run_dir",
     "steps",
     "save_every",
