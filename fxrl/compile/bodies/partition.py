@@ -31,6 +31,7 @@ from fxrl.ir.graph import (
     PIECEWISE_PRODUCTS,
     Size,
     ancestors,
+    as_node,
     graph_module,
     is_call,
     is_view,
@@ -215,7 +216,11 @@ class _Settling:
         self._nodes = {node.name: node for node in forward.graph.nodes}
         self._inputs = forward.graph.find_nodes(op="placeholder")
         self._results: list[Any] = list(self._output.args[0])[:num_outputs]
-        self._sums: dict[fx.Node, fx.Node] = {}  # by the call of the groups
+        # Of the backward's graph: what stands for the forward's values, by name; what it computes;
+        # its sums over groups, by the forward's call.
+        self._places: dict[str, fx.Node] = {}
+        self._again: dict[str, fx.Node] = {}
+        self._sums: dict[fx.Node, fx.Node] = {}
 
     def settle(self) -> Halves:
         """Return only what is the forward's own memory; the rest is an input, or a look at one, or
@@ -251,13 +256,13 @@ class _Settling:
         """
         graph = self.backward.graph
         given = graph.find_nodes(op="placeholder")
-        again = {node.name: node for node in graph.nodes if node.op != "placeholder"}
-        rest = next(iter(again.values()))
+        self._again = {node.name: node for node in graph.nodes if node.op != "placeholder"}
+        rest = next(iter(self._again.values()))
         views = [n for n in given if n.name in self._nodes and self._is_made(self._nodes[n.name])]
-        places = {node.name: node for node in given if node not in views}
+        self._places = {node.name: node for node in given if node not in views}
         for kept in views:
             with graph.inserting_before(rest):
-                place = self._place(graph, self._nodes[kept.name], places, again)
+                place = self._place(self._nodes[kept.name])
             kept.replace_all_uses_with(place)
             graph.erase_node(kept)
 
@@ -272,38 +277,34 @@ class _Settling:
         kernels = lookup(str(call.args[1]))
         return kernels.again is not None and place in range(kernels.num_outputs)
 
-    def _sum(
-        self,
-        graph: fx.Graph,
-        node: fx.Node,
-        places: dict[str, fx.Node],
-        again: dict[str, fx.Node],
-    ) -> fx.Node:
+    def _sum(self, node: fx.Node) -> fx.Node:
         """The backward's own sum over groups for the forward's ``node``."""
-        call: Any = node.args[0]
+        graph, call = self.backward.graph, as_node(node.args[0])
 
         def made(value: fx.Node) -> fx.Node:
             """What the sum reads: kept where it is anyway, else (a weight in bf16) made again."""
-            if value.op == "placeholder" or value.name in places:
-                return self._place(graph, value, places, again)
+            if value.op == "placeholder" or value.name in self._places:
+                return self._place(value)
             return graph.node_copy(value, made)
 
         if call not in self._sums:
             kernels = lookup(str(call.args[1]))
             assert kernels.again is not None
-            of_kind = {"input": dict(enumerate(call.args[0]))}
+            inputs: Any = call.args[0]
+            of_kind: dict[str, dict[Any, fx.Node]] = {"input": dict(enumerate(inputs))}
             of_kind["output"] = {n.args[1]: n for n in call.users}
             kept = [made(of_kind[kind][i]) for kind, i in kernels.again]
-            sizes = kernels.sizes_of([val_of(value) for value in call.args[0]])
-            given = (kept, [self._given_size(graph, size) for size in sizes], kernels.key)
+            sizes = kernels.sizes_of([val_of(value) for value in inputs])
+            given = (kept, [self._given_size(size) for size in sizes], kernels.key)
             self._sums[call] = graph.call_function(torch.ops.fxrl.region_again.default, given)
             self._sums[call].meta["val"] = call.meta["val"][: kernels.num_outputs]
         return graph.call_function(operator.getitem, (self._sums[call], node.args[1]))
 
-    def _given_size(self, graph: fx.Graph, size: Size) -> int | fx.Node:
+    def _given_size(self, size: Size) -> int | fx.Node:
         """A size as an argument of the backward, to be settled like others."""
         if isinstance(size, int):
             return size
+        graph = self.backward.graph
         with graph.inserting_before(next(iter(graph.nodes))):
             given = graph.placeholder(f"size_{len(graph.nodes)}")
         given.meta["val"] = size
@@ -335,27 +336,22 @@ class _Settling:
                 node.replace_all_uses_with(size)
                 graph.erase_node(node)
 
-    def _place(
-        self,
-        graph: fx.Graph,
-        node: fx.Node,
-        places: dict[str, fx.Node],
-        again: dict[str, fx.Node],
-    ) -> fx.Node:
+    def _place(self, node: fx.Node) -> fx.Node:
         """The forward's value ``node`` at the beginning of the backward's graph."""
-        if node.name in places:
-            return places[node.name]
+        graph = self.backward.graph
+        if node.name in self._places:
+            return self._places[node.name]
         if self._is_sum(node):
-            place = self._sum(graph, node, places, again)
+            place = self._sum(node)
         elif node.op == "placeholder" or not is_view(node):  # an input, or a size
             with graph.inserting_before(next(iter(graph.nodes))):
                 place = graph.placeholder(node.name)
-            if node.name in again:  # it is kept now
-                again[node.name].replace_all_uses_with(place)
+            if node.name in self._again:  # it is kept now
+                self._again[node.name].replace_all_uses_with(place)
         else:
-            place = graph.node_copy(node, lambda n: self._place(graph, n, places, again))
+            place = graph.node_copy(node, self._place)
         place.meta = dict(node.meta)
-        places[node.name] = place
+        self._places[node.name] = place
         return place
 
 
