@@ -8,8 +8,9 @@ second, and ``--repeats 0`` off the first, with what it compiles.
 
 A case is ``shape:rank:layers:rows:tokens:gpu_memory:host_memory``; rank 0 trains in full, ``-`` is
 what is free. ``:packed`` (eight documents in a row), ``:padded`` (half of the first rows' tokens),
-``:micro-batches=N`` and ``:plan=attention/gpu/host/4096/8`` (of every layer, as ``--plan`` of
-``bench.update_step`` with strokes for commas) may follow.
+``:weights=nf4`` (or ``int4``, ``fp8``; of what is frozen), ``:micro-batches=N`` and
+``:plan=attention/gpu/host/4096/8`` (of every layer, as ``--plan`` of ``bench.update_step`` with
+strokes for commas) may follow.
 
     fxrl bench predictions
     fxrl bench predictions --cases qwen3-8b:32:12:1:8192:9.5GiB:30GiB
@@ -31,6 +32,7 @@ from bench.lib import common, qwen
 from bench.update_step import make_plan
 from fxrl import losses
 from fxrl.ir.plan import CutLayer
+from fxrl.models import quantize
 from fxrl.ops import host_memory
 
 COLUMNS = (
@@ -77,7 +79,7 @@ CASES = (
     "qwen3-30b-a3b:32:4:1:8192:-:-",
     "qwen3-30b-a3b:32:4:1:8192:16GiB:0",
 )
-_MICRO_BATCHES, _PLAN = "micro-batches=", "plan="
+_MICRO_BATCHES, _PLAN, _WEIGHTS = "micro-batches=", "plan=", "weights="
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,10 +111,11 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
     words = case.split(":")[7:]
     micro = [word.removeprefix(_MICRO_BATCHES) for word in words if _MICRO_BATCHES in word]
     plans = [word.removeprefix(_PLAN).replace("/", ",") for word in words if _PLAN in word]
+    weights = [word.removeprefix(_WEIGHTS) for word in words if _WEIGHTS in word]
     layout = next((word for word in words if word in qwen.MASKS), "none")
     asked: dict[str, Any] = {
         "shape": shape,
-        "trained": f"LoRA r={rank}" if rank else "all",
+        "trained": (f"LoRA r={rank}" if rank else "all") + "".join(f" on {w}" for w in weights),
         "layers": layers,
         "rows x tokens": f"{rows} x {tokens}",
         "layout": layout,
@@ -132,6 +135,8 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
     )
     with results.row(**asked) as row:
         model = qwen.make_model(shape, args.device, layers=layers, rank=rank, checkpointing=False)
+        for kind in weights:
+            quantize(model, kind)
         batch = qwen.drawn_batch(model, rows, tokens, torch.Generator(args.device).manual_seed(0))
         batch |= qwen.layout(batch["input_ids"], layout, tokens // 2)
         plan = make_plan(plans[0] if plans else "", model)
