@@ -50,18 +50,27 @@ Step = Callable[[Rows], Rows]
 
 
 class Layer(nn.Module):
-    """Sets of Linears, each set with rows of its own, under names that PEFT finds."""
+    """Linears that read the same rows."""
 
-    def __init__(self, sets: int, features: int, outs: Sequence[int]) -> None:
+    def __init__(self, features: int, outs: Sequence[int]) -> None:
         super().__init__()
-        self.sets = nn.ModuleList(
-            nn.ModuleList(nn.Linear(features, out, bias=False) for out in outs) for _ in range(sets)
-        )
+        self.projs = nn.ModuleList(nn.Linear(features, out, bias=False) for out in outs)
+
+    def forward(self, x: Tensor) -> Rows:
+        """Of rows [M, K], what each gives: [M, N]."""
+        return [proj(x) for proj in self.projs]
+
+
+class Layers(nn.Module):
+    """Layers, each with rows of its own."""
+
+    def __init__(self, count: int, features: int, outs: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(features, outs) for _ in range(count))
 
     def forward(self, rows: Rows) -> Rows:
-        """Of each set's rows [M, K], what each of its Linears gives: [M, N]."""
-        linears: Any = self.sets
-        return [proj(x) for projs, x in zip(linears, rows, strict=True) for proj in projs]
+        """Of each layer's rows, what its Linears give, one after the other."""
+        return [made for layer, x in zip(self.layers, rows, strict=True) for made in layer(x)]
 
 
 class _Dequantised(torch.autograd.Function):
@@ -154,8 +163,8 @@ def _model(sets: int, features: int, outs: list[int], rank: int, device: str) ->
     from peft import LoraConfig, get_peft_model
 
     with torch.device(device):
-        layer = Layer(sets, features, outs).bfloat16()
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=r"sets\.\d+\.\d+")
+        layer = Layers(sets, features, outs).bfloat16()
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=r"layers\.\d+\.projs\.\d+")
         model: nn.Module = get_peft_model(layer, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero to begin with, which would hide A's gradient

@@ -11,8 +11,10 @@ FOLDER = Path(__file__).parent
 
 
 def mend_interpreter():
-    """Triton 3.6 makes a loop's bound of a one-element array, which numpy 2.4 refuses; and patches
-    its language anew for every call inside a kernel, which is a third of the time."""
+    """Triton 3.6 makes a loop's bound of a one-element array, which numpy 2.4 refuses; patches its
+    language anew for every call inside a kernel, which is a third of the time; and multiplies the
+    bits of bf16 numbers as integers."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -29,6 +31,16 @@ def mend_interpreter():
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.view("uint16").astype("uint32") << 16
+        return interpreter.TensorHandle(bits.view("float32"), tl.float32)
+
+    builder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,9 @@ def test_passes_over_the_rows_on_hopper(ones):
     for cap, has_bias in ((0.0, False), (30.0, True)):
         options = {"cap": cap, "has_bias": has_bias, "block": 1024}
         assert compiled(rows.target_logits, narrow, options, ones)
+        sizes = {"block_rows": 16, "block_vocab": 64, "block_depth": 64}
+        options = {"cap": cap, "has_bias": has_bias, **sizes, "block": 512}
+        assert compiled(rows.mend_product, narrow, options, ones)
     for capped in (False, True):
         options = {"logprob_at": 0, "lse_at": 1, "capped": capped, "block": 1024}
         assert compiled(rows.finish_vectors, narrow, options, ones)

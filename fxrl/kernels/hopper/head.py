@@ -11,7 +11,7 @@ u = (1 - p_y) (W_y - sum_{v != y} (e_v / S) W_v) needs e_v only up to one factor
 applied to the finished sum [R, H]. A bf16 number has float32's exponent, so any shift within 90 of
 the row's largest t keeps e_v's eight bits; the target's own t, known from one dot product, is
 nearly always that near: less than 76 nats below, for the token was sampled. Rows where it is not
-(``misfit``) are found when their statistics are complete, and made again by the general route.
+(``misfit``) are found when their statistics are complete, and their sums are made again.
 
 NOTE [Why the sums over vocabulary chunks are float32 and are added by cuBLAS]
 Partial sums rounded to bf16 would bias training (each chunk's error is as large as the whole's).
@@ -41,7 +41,13 @@ import triton
 from torch import Tensor
 
 from fxrl.kernels.hopper import module, plan
-from fxrl.kernels.hopper.rows import COMBINED, combine_blocks, finish_vectors, target_logits
+from fxrl.kernels.hopper.rows import (
+    COMBINED,
+    combine_blocks,
+    finish_vectors,
+    mend_product,
+    target_logits,
+)
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
     BackwardArguments,
@@ -51,9 +57,7 @@ from fxrl.ops.linear_logprob.arguments import (
     LossHead,
     Rows,
 )
-from fxrl.ops.linear_logprob.checks import LinearLogprobError
 from fxrl.ops.linear_logprob.matmul import slices
-from fxrl.ops.linear_logprob.op import Forward
 
 _LOG2E = 1 / math.log(2)
 _PAD = 8  # bf16 numbers in the 16 bytes that TMA wants a row to be a multiple of
@@ -193,6 +197,19 @@ class RowTile:
             block_rows=block_rows, block_blocks=64, num_warps=8,
         )  # fmt: skip
 
+    def mend(self, product: Tensor) -> None:
+        """``product [R, H]`` in float32, of exponentials: its rows that did not fit, made again."""
+        call, weight = self.call, self.call.head.weight
+        vocab, width = weight.shape
+        block_rows, block = 16, min(512, max(16, triton.next_power_of_2(width)))
+        mend_product[(triton.cdiv(self.count, block_rows), triton.cdiv(width, block))](
+            product, self.hidden, weight, call.bias, self.target, self.row_scale,
+            call.combined[:, self.rows], self.count, call.combined.stride(0), width, vocab,
+            self.hidden.stride(0), weight.stride(0), cap=call.cap, has_bias=call.bias is not None,
+            block_rows=block_rows, block_vocab=64, block_depth=64, block=block, num_warps=4,
+            num_stages=2,
+        )  # fmt: skip
+
     def weighted(self, vocab: slice) -> Tensor:
         """``[R]``: sum of gradient_v log2 p_v over the entries ``vocab`` of the last gradients."""
         blocks = slice(vocab.start // module.TILE_VOCAB, -(-vocab.stop // module.TILE_VOCAB))
@@ -265,32 +282,19 @@ def serves(head: LossHead) -> bool:
     )
 
 
-def forward(arguments: ForwardArguments, otherwise: Forward) -> ForwardResult:
-    """``linear_logprob_forward`` of a head that this route ``serves``.
-
-    ``otherwise`` computes the vectors of the rows whose exponentials do not fit; that there are
-    none is read back from the device, once a call.
-    """
+def forward(arguments: ForwardArguments) -> ForwardResult:
+    """``linear_logprob_forward`` of a head that this route ``serves``."""
     head, result = arguments.head, arguments.new_result()
     selected = head.selected(head.row_mask)
     num_rows = head.hidden.shape[0] if selected is None else selected.shape[0]
     if not num_rows:
         return result
-    if not arguments.save_vectors:
-        _put_values(_score(arguments, selected, num_rows), arguments, result)
-        return result
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise LinearLogprobError(
-            "a CUDA graph is being captured, and the loss head's forward with gradient asks the "
-            "device whether every row fits; leave the head out of the graph"
-        )
-    call = _score_with_vectors(arguments, selected, num_rows, result.vectors)
-    _put_values(call, arguments, result)
-    misfits = torch.zeros_like(head.target, dtype=torch.bool)
-    call.put("misfit", misfits)
-    if bool(misfits.any()):
-        again = otherwise(replace(arguments, head=head._replace(row_mask=misfits)))
-        result.vectors[:, misfits] = again.vectors[:, misfits]
+    if arguments.save_vectors:
+        call = _score_with_vectors(arguments, selected, num_rows, result.vectors)
+    else:
+        call = _score(arguments, selected, num_rows)
+    for name in arguments.outputs:
+        call.put(name, result.values[name])
     return result
 
 
@@ -310,7 +314,7 @@ def _score(arguments: ForwardArguments, selected: Tensor | None, num_rows: int) 
 def _score_with_vectors(
     arguments: ForwardArguments, selected: Tensor | None, num_rows: int, vectors: Tensor
 ) -> Call:
-    """Fills ``vectors`` too; where the call says ``misfit``, a row's are not valid."""
+    """Fills ``vectors`` too."""
     head = arguments.head
     steps = _planned(plan.for_product, head, num_rows)
     call = Call(head, selected, steps.rows, _statistics(arguments))
@@ -321,13 +325,9 @@ def _score_with_vectors(
         tile.find_target()
         others = product.of_exponentials(tile)
         tile.combine()
+        tile.mend(others)
         tile.finish(others, arguments.grad_outputs, vectors)
     return call
-
-
-def _put_values(call: Call, arguments: ForwardArguments, result: ForwardResult) -> None:
-    for name in arguments.outputs:
-        call.put(name, result.values[name])
 
 
 def backward(arguments: BackwardArguments) -> Gradients:

@@ -60,7 +60,7 @@ def forward(arguments: ForwardArguments) -> ForwardResult:
     """See ``fxrl.ops.linear_logprob.reference.reference_forward``."""
     with on_device(arguments.head.hidden):
         if hopper.serves(arguments.head):
-            return hopper.forward(arguments, otherwise=general_forward)
+            return hopper.forward(arguments)
         return general_forward(arguments)
 
 
