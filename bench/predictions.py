@@ -87,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--cases", default=CASES, type=common.words, metavar="A,B")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps, see above")
+    parser.add_argument("--card", type=float, help="GiB of a smaller card; default: all")
     args = parser.parse_args(argv)
+    common.limit_memory(args.card)
     notes = [
         "GRPO with clipped ratios, bf16, random weights; ids of T tokens, masks and old log-probs "
         "of T-1; on_miss=error; the plan is fxrl's own",

@@ -51,6 +51,7 @@ from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report, first_line
 from fxrl.ir.site import name_held, name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
+from fxrl.ops.host_memory import pool_of
 from fxrl.passes import pipeline
 from fxrl.passes.recompute import outlined_layers
 from fxrl.planner.budget import Budget, Limits
@@ -256,6 +257,8 @@ class Backend:
         return self._compile(capture, capture.rewritten.gm, examples)
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
+        if (device := gpu_of(examples)) is not None:
+            pool_of(device).reserve(capture.given.peak_host_bytes or 0)
         calls = region_calls(gm)
         regions = {call.meta["region"].id: call.meta["region"] for call in calls}
         owned = self._built(capture, regions)
