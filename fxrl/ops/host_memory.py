@@ -15,13 +15,16 @@ other in pages of one size; what is wasted is less than a page a store.
 
 NOTE [Why the driver is given memory instead of asked for it]: what it allocates itself it clears by
 one thread, small page by small page: 2 GiB/s on an H200's host, so that the first step of 262,144
-tokens waited a minute for 118 GiB. Memory that asks for huge pages and is registered by several
-threads comes with 12 to 15 GiB/s, and most of it while kernels are compiled (``reserve``).
+tokens waited a minute for 118 GiB. Huge pages that several threads have entered and cleared before
+they are registered come with 12 to 15 GiB/s, most of them while kernels are compiled (``reserve``).
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -38,6 +41,7 @@ PAGE = 16 * 2**20
 _SENDING, _FETCHING = 2, 1
 #: Pages that are made at once.
 _MAKERS = 8
+_MADV_POPULATE_WRITE = 23  # which Python's mmap does not name
 _POOLS: dict[torch.device, HostPool] = {}
 _LOCK = threading.RLock()
 _MADE = threading.Condition(_LOCK)
@@ -223,6 +227,7 @@ def _pinned_page(device: torch.device) -> Tensor:
     memory = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     page = torch.frombuffer(memory, dtype=torch.uint8)
+    _populate(page)
     cuda = torch.cuda.cudart()
     with torch.cuda.device(device):
         status = cuda.cudaHostRegister(page.data_ptr(), PAGE, 0)
@@ -234,6 +239,17 @@ def _pinned_page(device: torch.device) -> Tensor:
         page, _unpin, device, page.data_ptr()
     ).atexit = False  # the driver is gone then
     return page
+
+
+def _populate(page: Tensor) -> None:
+    """Enter and clear a page of memory in the kernel, which refuses where writing to it would end
+    the process. By C, which lets Python go on meanwhile."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size = ctypes.c_void_p(page.data_ptr()), ctypes.c_size_t(page.numel())
+    if libc.madvise(address, size, _MADV_POPULATE_WRITE):
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # before Linux 5.14: whoever registers it does so
+            raise OSError(number, os.strerror(number))
 
 
 def _unpin(device: torch.device, address: int) -> None:
