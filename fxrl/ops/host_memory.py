@@ -30,17 +30,20 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fxrl.errors import HostMemoryError
 
 PAGE = 16 * 2**20
+#: Pages that are registered at once; each call of the driver takes some milliseconds.
+_PAGES_AT_ONCE = 16
 #: Where nobody says how many: stores that may be on their way at once, and fetches ahead of one.
 _SENDING, _FETCHING = 2, 1
-#: Pages that are made at once.
-_MAKERS = 8
+_MAKERS = 8  # threads that make pages
 _MADV_POPULATE_WRITE = 23  # which Python's mmap does not name
 _POOLS: dict[torch.device, HostPool] = {}
 _LOCK = threading.RLock()
@@ -72,7 +75,7 @@ class HostPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes = 0  # of all pages, in use or free
-        self._wanted = 0  # bytes that pages are made for
+        self._wanted = 0  # bytes of pages that there should be
         self._begun = 0  # pages that are in the making
         self._refused: HostMemoryError | None = None
         self._free: list[Tensor] = []
@@ -85,9 +88,9 @@ class HostPool:
     def reserve(self, size: int) -> None:
         """Begin to make pages, so many bytes in all; who stores will say it if there are less."""
         with _LOCK:
-            self._wanted, self._refused = max(self._wanted, size), None
-            missing = -(-(self._wanted - self.bytes) // PAGE) - self._begun
-            for _ in range(min(missing, _MAKERS - self._begun)):
+            self._wanted = max(self._wanted, size)
+            makers = min(_MAKERS, -(-self._missing() // _PAGES_AT_ONCE))
+            for _ in range(makers):
                 threading.Thread(target=self._make, name="fxrl-pages", daemon=True).start()
 
     def store(
@@ -179,73 +182,79 @@ class HostPool:
 
     def _take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         count = -(-sum(flat.numel() for flat in flats) // PAGE)
-        if (missing := count - len(self._free)) > 0:
-            self.reserve(self.bytes + PAGE * missing)
-        while len(self._free) < count:
+        self._refused = None
+        while (missing := count - len(self._free)) > 0:
             if self._refused is not None:
                 raise self._refused
+            self.reserve(self.bytes + PAGE * missing)
             _MADE.wait()
         taken, self._free = self._free[:count], self._free[count:]
         return taken
+
+    def _missing(self) -> int:
+        """Pages that are wanted and nobody makes."""
+        return -(-(self._wanted - self.bytes) // PAGE) - self._begun
 
     def _make(self) -> None:
         """Make pages until there are as many as are wanted."""
         while True:
             with _LOCK:
-                if self.bytes + PAGE * self._begun >= self._wanted:
+                count = min(self._missing(), _PAGES_AT_ONCE)
+                if count <= 0:
                     return
-                self._begun += 1
-            made, refused = [], None
+                self._begun += count
+            made: Sequence[Tensor] = ()
+            refused = None
             try:
-                made = [self._page()]
+                made = self._pages(count)
             except HostMemoryError as error:
                 refused = error
             with _LOCK:
-                self._begun -= 1
+                self._begun -= count
                 self._free += made
                 self.bytes += PAGE * len(made)
                 if refused is not None:
                     self._refused, self._wanted = refused, 0
                 _MADE.notify_all()
 
-    def _page(self) -> Tensor:
+    def _pages(self, count: int) -> Sequence[Tensor]:
         """Raises ``HostMemoryError``."""
-        pinned = self._stream is not None
+        pinned, size = self._stream is not None, count * PAGE
         try:
-            return _pinned_page(self.device) if pinned else torch.empty(PAGE, dtype=torch.uint8)
+            whole = _pinned(self.device, size) if pinned else torch.empty(size, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:  # PyTorch raises nothing narrower
             kind = "pinned host memory" if pinned else "host memory"
             raise HostMemoryError(
                 f"there is no {kind} for what layers keep: {self.bytes / 2**30:.1f} GiB are held, "
-                f"and the next {PAGE >> 20} MiB were refused ({str(error).splitlines()[0]}); cure: "
+                f"and the next {size >> 20} MiB were refused ({str(error).splitlines()[0]}); cure: "
                 "a smaller Config(host_memory=...), or a larger limit of the container"
             ) from error
+        return whole.view(count, PAGE).unbind()
 
 
-def _pinned_page(device: torch.device) -> Tensor:
-    """``[PAGE]`` uint8 that a GPU reaches by itself. Raises ``OSError`` or ``RuntimeError``."""
-    memory = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _pinned(device: torch.device, size: int) -> Tensor:
+    """``[size]`` uint8 that a GPU reaches by itself. Raises ``OSError`` or ``RuntimeError``."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    page = torch.frombuffer(memory, dtype=torch.uint8)
-    _populate(page)
-    cuda = torch.cuda.cudart()
+    holder = np.frombuffer(memory, dtype=np.uint8)  # what finalize can watch, and the tensor holds
+    _populate(holder)
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
-        status = cuda.cudaHostRegister(page.data_ptr(), PAGE, 0)
+        status = cuda.cudaHostRegister(holder.ctypes.data, size, 0)
         if status != cuda.cudaError.success:
             with suppress(RuntimeError):  # CUDA would tell whoever launches next, too
                 torch.zeros(1, device=device)
             torch.cuda.check_error(status)
-    weakref.finalize(
-        page, _unpin, device, page.data_ptr()
-    ).atexit = False  # the driver is gone then
-    return page
+    end = weakref.finalize(holder, _unpin, device, holder.ctypes.data)
+    end.atexit = False  # the driver is gone by then
+    return torch.from_numpy(holder)
 
 
-def _populate(page: Tensor) -> None:
-    """Enter and clear a page of memory in the kernel, which refuses where writing to it would end
-    the process. By C, which lets Python go on meanwhile."""
+def _populate(memory: np.ndarray[Any, Any]) -> None:
+    """Enter and clear memory in the kernel, which refuses where writing to it would end the
+    process. By C, which lets Python go on meanwhile."""
     libc = ctypes.CDLL(None, use_errno=True)
-    address, size = ctypes.c_void_p(page.data_ptr()), ctypes.c_size_t(page.numel())
+    address, size = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
     if libc.madvise(address, size, _MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         if number != errno.EINVAL:  # before Linux 5.14: whoever registers it does so
@@ -254,7 +263,7 @@ def _populate(page: Tensor) -> None:
 
 def _unpin(device: torch.device, address: int) -> None:
     with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class Stored:

@@ -1,6 +1,7 @@
 """Tensors that wait on the host: they come back bit for bit, and their pages are used again."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxrl.errors import HostMemoryError
 from fxrl.ops import host_memory
 from fxrl.ops.host_memory import PAGE, HostPool, can_wait, pool_of
 
@@ -183,3 +185,24 @@ def test_what_came_ahead_is_let_go_and_copied_again():
     assert pool.let_go() == 0
     for one, x in zip(stored, layers, strict=True):
         assert same(one.fetch()[0], x)
+
+
+def test_pages_are_made_ahead(monkeypatch):
+    monkeypatch.setattr(host_memory, "PAGE", 2**12)
+    pool = HostPool(CPU)
+    pool.reserve(40 * 2**12 + 1)
+    stored = pool.store([torch.ones(39 * 2**12, dtype=torch.uint8)])
+    deadline = time.monotonic() + 60
+    while pool.bytes < 41 * 2**12 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert pool.bytes == 41 * 2**12
+    assert stored.fetch()[0].all()
+
+
+def test_a_refusal_reaches_who_stores_and_a_smaller_store_may_follow(monkeypatch):
+    pool = HostPool(CPU)
+    monkeypatch.setattr(host_memory, "PAGE", 2**62)
+    with pytest.raises(HostMemoryError, match=r"0\.0 GiB are held.*cure: a smaller Config"):
+        pool.store([torch.ones(3)])
+    monkeypatch.setattr(host_memory, "PAGE", 2**12)
+    assert torch.equal(pool.store([torch.ones(3)]).fetch()[0], torch.ones(3))
