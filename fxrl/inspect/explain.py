@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import FakeTensor, FakeTensorMode
 from fxrl.capture.captured_loss import CapturedLoss
-from fxrl.capture.lower import example_of
+from fxrl.capture.tracing import example_of
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
