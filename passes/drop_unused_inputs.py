@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxrl.ir.graph import CHECKPOINT, body_of, nbytes
+from fxrl.ir.bodies import CHECKPOINT, body_of
+from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 

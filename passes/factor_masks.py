@@ -25,14 +25,9 @@ from torch import fx
 from fxrl.analysis.attention import aten, before_repeat, calls_by_mask, data_of, options_of
 from fxrl.analysis.masks import Axes, FactoredMask, factored, is_square
 from fxrl.config import Config
+from fxrl.ir.bodies import Lender
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import (
-    Lender,
-    as_node,
-    nbytes,
-    shape_of,
-    val_of,
-)
+from fxrl.ir.graph import as_node, nbytes, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, Keep, Rewrite
 from fxrl.ir.remark import Refusal, format_bytes

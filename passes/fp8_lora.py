@@ -33,6 +33,7 @@ from torch import Tensor, fx
 import fxrl.ops.dequantized  # noqa: F401  # defines the op
 from fxrl.analysis.rows.heads import factors, feeds_class_op
 from fxrl.config import Config
+from fxrl.ir.bodies import Lender, body_of, clone
 from fxrl.ir.build import Builder
 from fxrl.ir.derived import add_derived
 from fxrl.ir.graph import (
@@ -40,10 +41,7 @@ from fxrl.ir.graph import (
     MATRIX_PRODUCTS,
     SHARDED_MM,
     TRANSPOSES,
-    Lender,
     add_input,
-    body_of,
-    clone,
     hint,
     is_call,
     is_same,

@@ -33,14 +33,8 @@ from fxrl.analysis.layers import (
 )
 from fxrl.analysis.outline import find_outline, illegal, outline
 from fxrl.config import Config
-from fxrl.ir.graph import (
-    CALL_LAYER,
-    body_of,
-    is_call,
-    is_tensor,
-    numel_hint,
-    tensor_val,
-)
+from fxrl.ir.bodies import CALL_LAYER, body_of
+from fxrl.ir.graph import is_call, is_tensor, numel_hint, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, CutLayer, Keep, Plan, Rewrite
 from fxrl.ir.region import Region, region_calls, set_region

@@ -39,15 +39,14 @@ from fxrl.analysis.rows.rules import dims_of
 from fxrl.analysis.shares import Share, SharedGraph, Step
 from fxrl.analysis.token_shares import Tokens, attention_calls, find_shares, ungrouped
 from fxrl.config import Config
+from fxrl.ir.bodies import Lender, graphs_of
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
     PRODUCTS,
-    Lender,
     OpOverload,
     Size,
     as_node,
-    graphs_of,
     hint,
     is_call,
     is_embedding,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.ir.bodies import body_of
 from fxrl.ir.graph import (
     COPIES,
     RESHAPES,
-    body_of,
     bound,
     is_call,
     is_tensor,

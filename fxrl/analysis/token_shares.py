@@ -22,14 +22,11 @@ from torch import fx
 from fxrl.analysis.attention import SDPA, before_repeat, options_of
 from fxrl.analysis.rows.rules import op_name
 from fxrl.analysis.shares import Share, SharedGraph, Step, step_of
+from fxrl.ir.bodies import CALL_LAYER, CHECKPOINT, body_of, graphs_of
 from fxrl.ir.graph import (
-    CALL_LAYER,
-    CHECKPOINT,
     Size,
     as_node,
-    body_of,
     draws_random,
-    graphs_of,
     hint,
     is_call,
     is_embedding,

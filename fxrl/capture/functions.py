@@ -16,13 +16,10 @@ from torch import fx
 from fxrl.analysis.layers import layer_path
 from fxrl.capture._torch import SET_GRAD, FakeTensor, fake_like
 from fxrl.capture.opaque import under
+from fxrl.ir.bodies import AUTOGRAD_FUNCTION, HALVES, Halves, clone
 from fxrl.ir.graph import (
-    AUTOGRAD_FUNCTION,
-    HALVES,
-    Halves,
     HigherOrderOperator,
     as_node,
-    clone,
     draws_random,
     eliminate_dead_code,
     is_call,

@@ -26,19 +26,8 @@ from fxrl.capture.functions import lower_functions
 from fxrl.capture.opaque import is_whole, under
 from fxrl.capture.tracing import example_of, trace, tracing
 from fxrl.capture.writes import refuse_lost_values
-from fxrl.ir.graph import (
-    CALL_LAYER,
-    as_node,
-    body_of,
-    clone,
-    graphs_of,
-    is_call,
-    needs_grad,
-    propagate_requires_grad,
-    save_as,
-    set_body,
-    what_it_saves,
-)
+from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graphs_of, save_as, set_body, what_it_saves
+from fxrl.ir.graph import as_node, is_call, needs_grad, propagate_requires_grad
 from fxrl.ir.remark import Refusal, first_line
 from fxrl.ir.site import rename_site
 

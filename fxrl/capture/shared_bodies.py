@@ -24,17 +24,8 @@ from torch.utils import _pytree as pytree
 from fxrl.analysis.layers import type_of
 from fxrl.capture._torch import fake_like, guarded_names
 from fxrl.capture.repeated import Layer, again, begins, ends, feeds, layer_of
-from fxrl.ir.graph import (
-    CALL_LAYER,
-    as_node,
-    body_of,
-    clone,
-    graph_module,
-    inline,
-    last_input,
-    modules_of,
-    set_body,
-)
+from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graph_module, inline, modules_of, set_body
+from fxrl.ir.graph import as_node, last_input
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
 

@@ -40,9 +40,10 @@ from fxrl.compile.planning import Batch, Planner, batches_of
 from fxrl.compile.region_costs import known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError, did_you_mean
+from fxrl.ir.bodies import CHECKPOINT, body_of, clone
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
-from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, gpu_of, has_hint, hint, tensor_val
+from fxrl.ir.graph import IS_PART, gpu_of, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import Judge, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan

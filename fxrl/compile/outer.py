@@ -26,18 +26,9 @@ from fxrl.compile._torch import (
     without_autocast,
 )
 from fxrl.compile.bodies.flex import attach_flex
+from fxrl.ir.bodies import CALL_LAYER, CHECKPOINT, modules_of, what_it_saves
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import (
-    CALL_LAYER,
-    CHECKPOINT,
-    HigherOrderOperator,
-    as_node,
-    base_of,
-    is_view,
-    modules_of,
-    needs_grad,
-    what_it_saves,
-)
+from fxrl.ir.graph import HigherOrderOperator, as_node, base_of, is_view, needs_grad
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxrl.ir.graph import clone
+from fxrl.ir.bodies import clone
 from fxrl.ir.graph_pass import Miss, Pass, Site, Stage
 from fxrl.ir.plan import Choice, Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report, first_line

@@ -25,7 +25,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad, reached
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import is_call, propagate_requires_grad, reached
 from fxrl.ir.printer import Symbols, print_graph
 from fxrl.ir.remark import Refusal
 

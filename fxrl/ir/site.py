@@ -18,7 +18,8 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from fxrl.ir.graph import graphs_of, reached
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import reached
 
 _KEY = "site"
 # An instance's own forward, as accelerate, TRL and layers captured once have: it holds the module.

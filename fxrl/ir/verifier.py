@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from fxrl.ir.graph import HigherOrderOperator, graphs_of, hint, memory_like
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import HigherOrderOperator, hint, memory_like
 from fxrl.ir.region import region_at
 
 

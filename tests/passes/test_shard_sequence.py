@@ -10,7 +10,7 @@ from torch import nn
 
 from fxrl.config import Config
 from fxrl.errors import ConfigError
-from fxrl.ir.graph import graphs_of
+from fxrl.ir.bodies import graphs_of
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ops.context_parallel import join_group

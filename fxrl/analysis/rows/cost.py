@@ -11,7 +11,8 @@ from torch import fx
 from fxrl.analysis.layers import is_product
 from fxrl.analysis.rows.analysis import HeadSite, RowOutput
 from fxrl.analysis.saved_tensors import read_later
-from fxrl.ir.graph import WITH_GRADIENT, base_of, hint, is_call, is_tensor, nbytes, tensor_val
+from fxrl.ir.bodies import WITH_GRADIENT
+from fxrl.ir.graph import base_of, hint, is_call, is_tensor, nbytes, tensor_val
 from fxrl.ir.region import InputSpec
 
 aten = torch.ops.aten

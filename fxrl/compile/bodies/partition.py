@@ -27,16 +27,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrl.analysis.layers import is_product
 from fxrl.compile._torch import functorch_config, min_cut_rematerialization_partition
 from fxrl.compile.bodies.attention import KERNELS
-from fxrl.ir.graph import (
-    PIECEWISE_PRODUCTS,
-    Size,
-    ancestors,
-    as_node,
-    graph_module,
-    is_call,
-    is_view,
-    val_of,
-)
+from fxrl.ir.bodies import graph_module
+from fxrl.ir.graph import PIECEWISE_PRODUCTS, Size, ancestors, as_node, is_call, is_view, val_of
 from fxrl.ir.region import Cut
 from fxrl.ir.sizes import SizeTable
 from fxrl.ops.region import Source, lookup

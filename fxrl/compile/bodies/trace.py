@@ -39,15 +39,8 @@ from fxrl.compile._torch import (
 )
 from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, outputs_again, partition
-from fxrl.ir.graph import (
-    Size,
-    clone,
-    hint,
-    share_repeats,
-    spelled_alike,
-    tensor_val,
-    writes,
-)
+from fxrl.ir.bodies import clone
+from fxrl.ir.graph import Size, hint, share_repeats, spelled_alike, tensor_val, writes
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import InputSpec, Region

@@ -22,7 +22,8 @@ from fxrl.compile._torch import keeps_graph
 from fxrl.compile.bodies.attention import allowed, calls_attention, kernels_of
 from fxrl.compile.bodies.inductor import InductorOptions, begin_body, generated_source
 from fxrl.compile.bodies.trace import TracedBody
-from fxrl.ir.graph import Size, clone, val_of
+from fxrl.ir.bodies import clone
+from fxrl.ir.graph import Size, val_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, regions_of
 from fxrl.ops.region import (
