@@ -43,6 +43,7 @@ from fxrl.ir.graph import (
     TRANSPOSES,
     add_input,
     hint,
+    inputs_of,
     is_call,
     is_same,
     needs_grad,
@@ -387,7 +388,7 @@ def _errors(
 
 def _place(node: fx.Node) -> int:
     """An input's place among those of its graph."""
-    return node.graph.find_nodes(op="placeholder").index(node)
+    return inputs_of(node.graph).index(node)
 
 
 def _outwards(node: Any, path: Path) -> tuple[fx.Node, Path]:
@@ -431,7 +432,7 @@ def _swapped(
     """A copy of a body with a product swapped; ``meta["kept"]`` are the inputs that it has yet,
     behind which it takes the weight's values and scales."""
     gm = clone(forward)
-    old = gm.graph.find_nodes(op="placeholder")
+    old = inputs_of(gm.graph)
     read = [bool(node.users) for node in old]
     more = [add_input(gm.graph, "fp8", val_of(part)) for part in weight]
     _swap(next(n for n in gm.graph.nodes if n.name == product), more, gradient)

@@ -48,6 +48,7 @@ from fxrl.ir.graph import (
     Size,
     as_node,
     hint,
+    inputs_of,
     is_call,
     is_embedding,
     is_pointwise,
@@ -210,7 +211,7 @@ class _Sharing:
         graph = body.module.graph
         if graph not in self._done:
             self._done.add(graph)
-            for place, arg in zip(graph.find_nodes(op="placeholder"), node.args[1:], strict=True):
+            for place, arg in zip(inputs_of(graph), node.args[1:], strict=True):
                 place.meta["val"] = _val(arg)
             self.share(body)
         results: Any = graph.output_node().args[0]
@@ -357,7 +358,7 @@ class _Sharing:
             if user.op == "output" or is_call(user, SDPA, parts) or (step and node in step.needs):
                 return True
             if step is not None and step.body is not None:
-                inputs = step.body.module.graph.find_nodes(op="placeholder")
+                inputs = inputs_of(step.body.module.graph)
                 pairs = zip(inputs, user.args[1:], strict=False)
                 if any(arg is node and self._is_read_whole(place) for place, arg in pairs):
                     return True
@@ -371,7 +372,7 @@ class _Sharing:
     def _input(self, node: fx.Node, made: Any) -> fx.Node:
         """An input more of a graph: what is made of the one that there is, where it is called."""
         graph = node.graph
-        index = graph.find_nodes(op="placeholder").index(node) + 1
+        index = inputs_of(graph).index(node) + 1
         given = {call: made(as_node(call.args[index])) for call in self._calls[graph]}
         if all(new is call.args[index] for call, new in given.items()):
             return node

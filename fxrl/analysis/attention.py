@@ -19,6 +19,7 @@ from fxrl.ir.graph import (
     COPIES,
     RESHAPES,
     bound,
+    inputs_of,
     is_call,
     is_tensor,
     reached,
@@ -65,7 +66,7 @@ def _calls(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
             if mask is not None:
                 yield node, mask
         elif (body := body_of(gm, node)) is not None:
-            inputs = body.graph.find_nodes(op="placeholder")
+            inputs = inputs_of(body.graph)
             given = dict(zip(inputs, node.args[1:], strict=True))
             for call, mask in _calls(body):
                 yield call, given.get(mask, mask)

@@ -28,6 +28,7 @@ from fxrl.ir.graph import (
     as_node,
     draws_random,
     hint,
+    inputs_of,
     is_call,
     is_embedding,
     is_tensor,
@@ -172,7 +173,7 @@ class _Walk:
         body = body_of(into.module, node)
         if body is None or body.meta.get("not_lowered") is not None:
             raise Refusal(f"{op_name(node)} calls a graph that is opaque to fxrl")
-        inputs = body.graph.find_nodes(op="placeholder")
+        inputs = inputs_of(body.graph)
         given = {
             place: share
             for place, arg in zip(inputs, node.args[1:], strict=True)

@@ -22,6 +22,7 @@ from fxrl.ir.graph import (
     as_node,
     draws_random,
     eliminate_dead_code,
+    inputs_of,
     is_call,
     tensor_val,
     writes,
@@ -67,7 +68,7 @@ def _without_constants(
     results: Any = ahead.graph.output_node().args[0]
     constant: Any = call.kwargs["non_differentiable_idx"]
     read = {item.args[1] for item in call.users}
-    grads = back.graph.find_nodes(op="placeholder")[: len(results[0])]
+    grads = inputs_of(back.graph)[: len(results[0])]
     trained = []
     for index, (value, grad) in enumerate(zip(results[0], grads, strict=True)):
         val = tensor_val(value)

@@ -27,7 +27,7 @@ from fxrl.capture.opaque import is_whole, under
 from fxrl.capture.tracing import example_of, trace, tracing
 from fxrl.capture.writes import refuse_lost_values
 from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graphs_of, save_as, set_body, what_it_saves
-from fxrl.ir.graph import as_node, is_call, needs_grad, propagate_requires_grad
+from fxrl.ir.graph import as_node, inputs_of, is_call, needs_grad, propagate_requires_grad
 from fxrl.ir.remark import Refusal, first_line
 from fxrl.ir.site import rename_site
 
@@ -49,7 +49,7 @@ def lower(
     _refuse_nested(gm)
     if not grad_enabled:
         _refuse_autograd(gm)
-    inputs = gm.graph.find_nodes(op="placeholder")
+    inputs = inputs_of(gm.graph)
     _mark_gradients(inputs)
     examples = [example_of(node) for node in inputs]
     passed = {node for node in inputs if _only_passed(node)}
@@ -118,7 +118,7 @@ def _only_passed(node: fx.Node) -> bool:
 
 def _add_inputs(lowered: fx.GraphModule, inputs: list[fx.Node], passed: set[fx.Node]) -> None:
     """Give a traced graph the inputs that were left out, each in its place."""
-    traced = iter(lowered.graph.find_nodes(op="placeholder"))
+    traced = iter(inputs_of(lowered.graph))
     last: fx.Node | None = None
     for node in inputs:
         if node not in passed:
@@ -133,8 +133,8 @@ def _add_inputs(lowered: fx.GraphModule, inputs: list[fx.Node], passed: set[fx.N
 def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: list[Any]) -> None:
     """Give the lowered graph Dynamo's input names, and mark what needs a gradient and what is a
     parameter or buffer."""
-    theirs = gm.graph.find_nodes(op="placeholder")
-    ours = lowered.graph.find_nodes(op="placeholder")
+    theirs = inputs_of(gm.graph)
+    ours = inputs_of(lowered.graph)
     taken = {source.name for source in theirs}
     for node in lowered.graph.nodes:
         if node.name in taken and node.op != "placeholder":  # an input of a body is some op's value
@@ -208,7 +208,7 @@ def _marked(
     """A copy with these marks; the calls inside get theirs."""
     inside = (body_of(body, call) for call in body.graph.nodes)
     own = clone(body, {inner: inner for inner in inside if inner is not None})
-    for node, mark in zip(own.graph.find_nodes(op="placeholder"), marks, strict=True):
+    for node, mark in zip(inputs_of(own.graph), marks, strict=True):
         node.meta["requires_grad"] = mark
     propagate_requires_grad(own.graph)
     for call in list(own.graph.nodes):

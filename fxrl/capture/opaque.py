@@ -24,7 +24,7 @@ from fxrl.capture._torch import (
     library_op,
     saved_tensors_hooks,
 )
-from fxrl.ir.graph import HigherOrderOperator, is_view, memory_like
+from fxrl.ir.graph import HigherOrderOperator, inputs_of, is_view, memory_like
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 _T: Any = torch.Tensor
@@ -206,7 +206,7 @@ class OpaqueCalls:
     def restore(self, lowered: fx.GraphModule) -> None:
         """Put the original calls back into the lowered graph."""
         graph = lowered.graph
-        self._inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        self._inputs = {node.name: node for node in inputs_of(graph)}
         for call in list(graph.nodes):
             if call.op == "call_function" and call.target is torch.ops.fxrl.stand_in.default:
                 with graph.inserting_before(call):

@@ -25,7 +25,7 @@ from fxrl.analysis.layers import type_of
 from fxrl.capture._torch import fake_like, guarded_names
 from fxrl.capture.repeated import Layer, again, begins, ends, feeds, layer_of
 from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graph_module, inline, modules_of, set_body
-from fxrl.ir.graph import as_node, last_input
+from fxrl.ir.graph import as_node, inputs_of, last_input
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
 
@@ -84,7 +84,7 @@ class _Frame:
         """The value of the outermost graph that an input of this one is."""
         if self.outer is None or self.call is None or node.op != "placeholder":
             return node
-        inputs = self.gm.graph.find_nodes(op="placeholder")
+        inputs = inputs_of(self.gm.graph)
         return self.outer.outermost(as_node(self.call.args[1 + inputs.index(node)]))
 
     def bring(self, node: fx.Node) -> fx.Node:
@@ -93,7 +93,7 @@ class _Frame:
             return node
         if node not in self._brought:
             given = self.outer.bring(node)
-            inputs = self.gm.graph.find_nodes(op="placeholder")
+            inputs = inputs_of(self.gm.graph)
             known: dict[Any, fx.Node] = dict(zip(self.call.args[1:], inputs, strict=True))
             if given not in known:
                 known[given] = _new_input(self.gm.graph, _input_name(given), _example(given))
@@ -120,7 +120,7 @@ class _Sharing:
         self._graph = gm.graph
         self._bodies: dict[int, _Body] = {}  # the last one of each first layer
         self._inputs: dict[int, fx.Node] = {}  # by the id of the tensor
-        for node in gm.graph.find_nodes(op="placeholder"):
+        for node in inputs_of(gm.graph):
             example = getattr(node.meta.get("grapharg"), "example", None)
             if isinstance(example, Tensor):
                 self._inputs[id(example)] = node

@@ -35,7 +35,7 @@ from fxrl.capture._torch import (
 )
 from fxrl.capture.opaque import OpaqueCalls, Recorded, ToldAutograd, is_opaque, is_unseen
 from fxrl.capture.writes import DATA_GIVEN, Functional, storage_of, unwrap
-from fxrl.ir.graph import as_node, is_call, wrapper_of, writes
+from fxrl.ir.graph import as_node, inputs_of, is_call, wrapper_of, writes
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -86,14 +86,14 @@ def trace(
         try:
             return _traced(gm, passed, grad_enabled, _functional)
         except NotImplementedError as error:
-            _refuse_wrapped(gm.graph.find_nodes(op="placeholder"), error)
+            _refuse_wrapped(inputs_of(gm.graph), error)
             raise
 
 
 def _traced(
     gm: fx.GraphModule, passed: set[fx.Node], grad_enabled: bool, how: Callable[..., Any]
 ) -> tuple[fx.GraphModule, OpaqueCalls]:
-    inputs = gm.graph.find_nodes(op="placeholder")
+    inputs = inputs_of(gm.graph)
     opaque, mode = OpaqueCalls(gm), Functional(differentiated=grad_enabled)
     interpreter = _Lowering(gm, opaque, mode)
 

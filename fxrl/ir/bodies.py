@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import HigherOrderOperator, add_input, is_call, needs_grad, val_of
+from fxrl.ir.graph import HigherOrderOperator, add_input, inputs_of, is_call, needs_grad, val_of
 
 
 class _CallLayer(HigherOrderOperator):  # type: ignore[misc]  # a type found at run time
@@ -159,7 +159,7 @@ def splice(
     owner = graph.owning_module
     assert owner is not None
     places: dict[fx.Node, Any] = {}
-    places.update(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    places.update(zip(inputs_of(body.graph), inputs, strict=True))
     made = []
     for node in body.graph.nodes:
         if node.op in ("placeholder", "output"):

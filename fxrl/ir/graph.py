@@ -389,10 +389,15 @@ def replace_by(node: fx.Node, value: fx.Node | int) -> None:
         )
 
 
+def inputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders of a graph, in order."""
+    inputs: list[fx.Node] = graph.find_nodes(op="placeholder")
+    return inputs
+
+
 def last_input(graph: fx.Graph) -> fx.Node:
     """The last placeholder: new values may go right after it, for a sort to place them."""
-    last: fx.Node = graph.find_nodes(op="placeholder")[-1]
-    return last
+    return inputs_of(graph)[-1]
 
 
 def add_input(graph: fx.Graph, name: str, val: Any, *, requires_grad: bool = False) -> fx.Node:

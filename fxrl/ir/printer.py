@@ -24,7 +24,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
 
-from fxrl.ir.graph import OpOverload
+from fxrl.ir.graph import OpOverload, inputs_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DYNAMO_NAME = re.compile(r"^[lg]_(?P<path>.*[^_])_+(?:_\d+)?$", re.IGNORECASE)
@@ -104,7 +104,7 @@ class _Printer:
         """Printed name of each node; a nicer name gives way where it would be ambiguous."""
         names = {node: node.name for node in graph.nodes}
         nicer = {}
-        for node in graph.find_nodes(op="placeholder"):
+        for node in inputs_of(graph):
             value = _value(node)
             is_symbol = isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
             nicer[node] = self._symbols.text(value) if is_symbol else input_name(node.name)

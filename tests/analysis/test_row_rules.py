@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxrl.analysis.rows.analysis import HeadSite, analyse
 from fxrl.analysis.rows.emit import RowEmitter, body_graph
-from fxrl.ir.graph import topological_sort
+from fxrl.ir.graph import inputs_of, topological_sort
 from fxrl.ir.graph_pass import Miss
 from tests.passes.lowered import lowered
 
@@ -145,7 +145,7 @@ class Evaluate(torch.fx.Interpreter):
 
 
 def bound(gm, x):
-    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    names = [node.name for node in inputs_of(gm.graph)]
     return [next(v for key, v in x._asdict().items() if key in name) for name in names]
 
 

@@ -12,7 +12,7 @@ from fxrl.analysis.layers import is_product
 from fxrl.analysis.rows.analysis import HeadSite, RowOutput
 from fxrl.analysis.saved_tensors import read_later
 from fxrl.ir.bodies import WITH_GRADIENT
-from fxrl.ir.graph import base_of, hint, is_call, is_tensor, nbytes, tensor_val
+from fxrl.ir.graph import base_of, hint, inputs_of, is_call, is_tensor, nbytes, tensor_val
 from fxrl.ir.region import InputSpec
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def made_in_forward(
 def _products_back(body: fx.GraphModule, inputs: Sequence[InputSpec]) -> int:
     """How many products a body's gradients take: one for each operand that leads to an input that
     needs one."""
-    places = zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    places = zip(inputs_of(body.graph), inputs, strict=True)
     leads = {node for node, spec in places if spec.needs_grad}
     count = 0
     for node in body.graph.nodes:

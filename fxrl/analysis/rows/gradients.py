@@ -27,14 +27,7 @@ from fxrl.analysis.rows.expr import (
     walk,
 )
 from fxrl.analysis.rows.rules import RowRules, Rows, operand, shared_leaf, static
-from fxrl.ir.graph import (
-    Size,
-    ancestors,
-    is_call,
-    is_tensor,
-    needs_grad,
-    shape_of,
-)
+from fxrl.ir.graph import Size, ancestors, inputs_of, is_call, is_tensor, needs_grad, shape_of
 from fxrl.ir.remark import Refusal
 
 
@@ -110,7 +103,7 @@ class _Backward:
     def __init__(self, rules: RowRules, backward: fx.GraphModule, given: Sequence[Any]) -> None:
         self._rules = rules
         self._leaves: list[RowExpr | None] = []  # of each argument
-        arguments = backward.graph.find_nodes(op="placeholder")
+        arguments = inputs_of(backward.graph)
         for node, seen in zip(arguments, given, strict=True):
             leaf = None
             if isinstance(seen, RowValue):

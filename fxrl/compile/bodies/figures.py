@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxrl.compile.bodies.variants import CompiledRegion
-from fxrl.ir.graph import Size, bound, is_call, val_of
+from fxrl.ir.graph import Size, bound, inputs_of, is_call, val_of
 from fxrl.ops.region import sum_dtype, tile_bounds
 from fxrl.planner.cost import seconds
 from fxrl.planner.memory_profile import MemoryProfile, nbytes, tensor_bytes
@@ -141,7 +141,7 @@ class BodyProfile:
         gm, sources = self._forward.gm, self._built.traced.sources
         (output,) = gm.graph.find_nodes(op="output")
         places: dict[str, Any] = {
-            "input": gm.graph.find_nodes(op="placeholder"),
+            "input": inputs_of(gm.graph),
             "output": output.args[0],
         }
         named = [(result(places[kind][i]), (kind, i)) for kind, i in sources if kind in places]
