@@ -86,7 +86,7 @@ FAMILIES = {
         lambda z, x: torch.stack([z[:4], torch.zeros_like(z[:4]), z[2:]], 1)[1:].softmax(-1)[
             ..., 2
         ],
-        lambda z, x: torch.cat([z.new_ones(1, VOCAB), z[2:] + x.vector, z[:2] + x.vector]).amax(-1),
+        lambda z, x: torch.cat([z.new_ones(1, VOCAB).bool(), z[2:] + x.vector]).amax(-1),
         lambda z, x: F.pad(z.masked_fill(x.vector > 1, -9.0).log_softmax(-1), (0, 0, 1, 2))[1:].sum(
             -1
         ),

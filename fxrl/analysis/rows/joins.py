@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.analysis.constants import filled_with
 from fxrl.analysis.rows.expr import LOCAL, PATCHED, TOKEN, RowExpr, RowStep, RowValue, Tag, leaves
 from fxrl.analysis.rows.layout import (
     from_the_start,
@@ -43,12 +44,9 @@ from fxrl.ir.graph import (
     COPIES,
     RESHAPES,
     Size,
-    as_node,
     bound,
     has_hint,
     hint,
-    is_call,
-    is_view,
     shape_of,
     val_of,
 )
@@ -85,10 +83,10 @@ def _joined_rows(rules: RowRules, node: fx.Node, dim: int) -> RowValue | None:
     """Rows of one computation side by side in a token dim, also with blank ones; None where the
     parts are computed in different ways, or are the same rows."""
     items, stacks = bound(node)["tensors"], node.target is aten.stack.default
-    fills = {fill for item in items if (fill := _filling(item)) is not None}
+    fills = {fill for item in items if (fill := filled_with(item)) is not None}
     rows: dict[fx.Node, RowValue] = {}
     for item in items:
-        if _filling(item) is not None:
+        if filled_with(item) is not None:
             continue
         row = _as_wide(rules, item, node)
         if row is not None and not stacks:
@@ -178,23 +176,6 @@ def _counts(size: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------- blank rows
-def _filling(item: fx.Node) -> float | None:
-    """The number that a value is, of any tokens; None if it is no constant."""
-    while is_view(item):
-        item = as_node(item.args[0])
-    filled = aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar
-    if is_call(item, *filled):
-        number = bound(item).get("fill_value", bound(item).get("value"))
-        return float(number) if isinstance(number, (int, float)) else None
-    if is_call(item, aten.ones.default, aten.ones_like.default, aten.new_ones.default):
-        return 1
-    return 0 if is_call(item, *_ZEROS) else None
-
-
-_ZEROS = (
-    *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default),
-    *(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default),  # or any number
-)
 #: What is zero where its first operand is.
 _KEEP_ZEROS = (
     *(aten.mm.default, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh.default),
@@ -322,7 +303,7 @@ def _placed(rules: RowRules, node: fx.Node) -> RowValue:
     followed = dims == list(range(len(dims))) and not (masked and len(spans) > 1)
     rows = (True,) * rank + (False,) * (len(sizes) - len(dims))
     if value is not None and value.tokens == rows:
-        value = _keeping(rules, value, _filling(given["self"]))
+        value = _keeping(rules, value, filled_with(given["self"]))
     else:
         value = None
     if value is None or not followed or given["accumulate"]:
@@ -414,7 +395,7 @@ def _among_blank(rules: RowRules, node: fx.Node) -> RowValue | None:
     dim = given["dim"] % len(sizes)
     if row is None or not row.wide:
         return None
-    if (fill := _filling(given["self"])) is not None:
+    if (fill := filled_with(given["self"])) is not None:
         old = None
     elif old is not None and (kind := _last_step(old.expr)) in ("zeros", "stack"):
         fill, old = _blank(old.expr), old if kind == "stack" else None
