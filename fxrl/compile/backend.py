@@ -167,7 +167,7 @@ class Backend:
         assert capture.pipeline is not None
         fast, sparing = capture.pipeline, capture.pipeline.sparing()
         try:
-            made = fast.run(capture.lowered, self.plan, planner=planner)
+            made = fast.run(clone(capture.lowered), self.plan, planner=planner)
         except PlanError:
             if fast == sparing or any(outlined_layers(capture.found)):
                 raise
@@ -177,7 +177,7 @@ class Backend:
         why = "no plan fits them op by op, so layers become regions though they are small"
         capture.note(RemarkKind.ANALYSIS, "plan", why)
         capture.pipeline = sparing
-        return sparing.run(capture.lowered, self.plan, planner=planner)
+        return sparing.run(clone(capture.lowered), self.plan, planner=planner)
 
     def _lowered(self, gm: fx.GraphModule) -> fx.GraphModule:
         return lower(gm, grad_enabled=torch.is_grad_enabled())

@@ -181,7 +181,7 @@ class TracedBody:
         """Run passes over a graph that is this body's own."""
         name_sites(gm, self.region.id)
         with self.mode:
-            self.rewrites += pipeline.rewrite(gm, self._plan).rewrites
+            self.rewrites += pipeline.run(gm, self._plan).rewrites
 
     # -- sizes
     def serves(self, sizes: Mapping[str, int]) -> bool:
