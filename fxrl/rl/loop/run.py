@@ -28,12 +28,13 @@ from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.examples import Examples
 from fxrl.rl.errors import BadConfigError, in_words
 from fxrl.rl.loop import checkpoint, store
-from fxrl.rl.loop.build import build_parts, pick_device, seed_everything
+from fxrl.rl.loop.build import build_parts, seed_everything
 from fxrl.rl.loop.data import Questions, read_data
 from fxrl.rl.loop.dtype import settle
 from fxrl.rl.loop.fingerprint import check_unchanged, of_tensors
 from fxrl.rl.loop.interrupt import StopRequest, stop_on_signal
 from fxrl.rl.loop.lock import LOCK, hold
+from fxrl.rl.loop.models import pick_device
 from fxrl.rl.loop.outlook import outlook
 from fxrl.rl.loop.precomputed import precompute
 from fxrl.rl.loop.trainer import TrainingLoop
