@@ -159,9 +159,6 @@ class _Sharing:
                 self._take(here, node, step)
             elif is_call(node, aten.sym_size.int) and node.args[0] in here.shares:
                 self._unread(node)
-            elif here.shares.get(node) is not None and is_call(node, operator.getitem):
-                source: Any = node.args[0]
-                node.meta["val"] = source.meta["val"][node.args[1]]
 
     def _unread(self, node: fx.Node) -> None:
         """A size is still that of the whole value."""

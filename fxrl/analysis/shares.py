@@ -10,6 +10,7 @@ kinds does to the one dim that counts what is shared.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,22 @@ class SharedGraph:
         """The part of an operand that is held; None if the operand is whole."""
         found = self.shares.get(node) if isinstance(node, fx.Node) else None
         return found if isinstance(found, Share) else None
+
+
+def follow(
+    into: SharedGraph, node: fx.Node, step: Callable[[fx.Node, list[fx.Node]], Step]
+) -> None:
+    """Note how a node that reads shared values is computed, as ``step(node, those)`` says; a size
+    is still that of the whole."""
+    reads = [arg for arg in node.all_input_nodes if into.shares.get(arg) is not None]
+    if not reads or is_call(node, aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default):
+        return
+    if is_call(node, operator.getitem):
+        parts: Any = into.shares[reads[0]]
+        found = Step(parts[node.args[1]])
+    else:
+        found = step(node, reads)
+    into.steps[node], into.shares[node] = found, found.shares
 
 
 def step_of(into: SharedGraph, node: fx.Node) -> Step:
