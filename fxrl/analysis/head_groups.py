@@ -25,7 +25,6 @@ from torch import fx
 
 from fxrl.analysis.attention import SDPA, options_of
 from fxrl.analysis.layers import is_product
-from fxrl.analysis.rows.rules import op_name
 from fxrl.analysis.shares import Share, SharedGraph, Step, follow, step_of
 from fxrl.ir.graph import (
     MATRIX_PRODUCTS,
@@ -38,6 +37,7 @@ from fxrl.ir.graph import (
     is_quantized_product,
     is_tensor,
     is_view,
+    op_name,
     reached,
     shape_of,
     val_of,

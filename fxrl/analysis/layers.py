@@ -22,6 +22,7 @@ from torch import fx
 from fxrl.ir.graph import (
     PRODUCTS,
     draws_random,
+    example_of,
     is_call,
     is_quantized_product,
     is_tensor,
@@ -221,31 +222,27 @@ def signature(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
     lines: list[Any] = []
 
     def place(node: fx.Node) -> str:
-        if isinstance(_value(node), torch.SymInt):
-            return f"<{_value(node)}>"  # one size may have several names
+        if isinstance(example_of(node), torch.SymInt):
+            return f"<{example_of(node)}>"  # one size may have several names
         if node not in places:
             places[node] = len(places)
-            lines.append((places[node], "in", type_of(_value(node))))
+            lines.append((places[node], "in", type_of(example_of(node))))
         return f"%{places[node]}"
 
     for node in nodes:
         if node.op == "placeholder":
             places[node] = len(places)
-            lines.append((places[node], "in", type_of(_value(node))))
+            lines.append((places[node], "in", type_of(example_of(node))))
             continue
         args = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Text(place(n))))
         places[node] = len(places)
-        lines.append((places[node], str(node.target), args, type_of(_value(node))))
+        lines.append((places[node], str(node.target), args, type_of(example_of(node))))
     return tuple(lines)
 
 
 class _Text(str):
     def __repr__(self) -> str:
         return str(self)
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def type_of(value: Any) -> str:

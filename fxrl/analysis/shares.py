@@ -22,7 +22,7 @@ from torch import fx
 
 from fxrl.analysis.rows import compute, joins, layout
 from fxrl.analysis.rows.analysis import RULES
-from fxrl.analysis.rows.rules import dims_of, op_name
+from fxrl.analysis.rows.rules import dims_of
 from fxrl.ir.graph import (
     OpOverload,
     Size,
@@ -33,6 +33,7 @@ from fxrl.ir.graph import (
     is_pointwise,
     is_tensor,
     numel_hint,
+    op_name,
     shape_of,
 )
 from fxrl.ir.remark import Refusal

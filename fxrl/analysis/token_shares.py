@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from fxrl.analysis.attention import SDPA, before_repeat, options_of
-from fxrl.analysis.rows.rules import op_name
 from fxrl.analysis.shares import Share, SharedGraph, Step, follow, step_of
 from fxrl.ir.bodies import CALL_LAYER, CHECKPOINT, body_of, graphs_of
 from fxrl.ir.graph import (
@@ -33,6 +32,7 @@ from fxrl.ir.graph import (
     is_embedding,
     is_tensor,
     numel_hint,
+    op_name,
     shape_of,
 )
 from fxrl.ir.remark import Refusal

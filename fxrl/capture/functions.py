@@ -22,6 +22,7 @@ from fxrl.ir.graph import (
     as_node,
     draws_random,
     eliminate_dead_code,
+    example_of,
     inputs_of,
     is_call,
     tensor_val,
@@ -100,9 +101,7 @@ def _half(body: fx.GraphModule, lower: Lower) -> fx.GraphModule:
             plain.graph.erase_node(node)
         elif isinstance(node.target, HigherOrderOperator):
             raise Refusal(f"it calls {node.target}, which has a graph or a kernel for a body")
-        elif node.op == "placeholder" and isinstance(
-            value := node.meta.get("example_value"), FakeTensor
-        ):
+        elif node.op == "placeholder" and isinstance(value := example_of(node), FakeTensor):
             # A gradient is described by the tensor that it is of, and a trace tells them by it.
             node.meta["example_value"] = fake_like(value)
     lowered = lower(plain, grad_enabled=False)

@@ -24,10 +24,17 @@ from fxrl.capture._torch import SET_GRAD, STATIC_INPUT, FakeTensor, fake_like
 from fxrl.capture.canonical import canonicalize
 from fxrl.capture.functions import lower_functions
 from fxrl.capture.opaque import is_whole, under
-from fxrl.capture.tracing import example_of, trace, tracing
+from fxrl.capture.tracing import trace, tracing
 from fxrl.capture.writes import refuse_lost_values
 from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graphs_of, save_as, set_body, what_it_saves
-from fxrl.ir.graph import as_node, inputs_of, is_call, needs_grad, propagate_requires_grad
+from fxrl.ir.graph import (
+    as_node,
+    example_of,
+    inputs_of,
+    is_call,
+    needs_grad,
+    propagate_requires_grad,
+)
 from fxrl.ir.remark import Refusal, first_line
 from fxrl.ir.site import rename_site
 

@@ -35,7 +35,7 @@ from fxrl.capture._torch import (
 )
 from fxrl.capture.opaque import OpaqueCalls, Recorded, ToldAutograd, is_opaque, is_unseen
 from fxrl.capture.writes import DATA_GIVEN, Functional, storage_of, unwrap
-from fxrl.ir.graph import as_node, inputs_of, is_call, wrapper_of, writes
+from fxrl.ir.graph import as_node, example_of, inputs_of, is_call, wrapper_of, writes
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -117,11 +117,6 @@ def tracing(gm: fx.GraphModule) -> Iterator[None]:
                 stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(enable_python_dispatcher())
         yield
-
-
-def example_of(node: fx.Node) -> Any:
-    """The value Dynamo saw for a node: a fake tensor, a SymInt, a number."""
-    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def _refuse_wrapped(inputs: list[fx.Node], error: NotImplementedError) -> None:

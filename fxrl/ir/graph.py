@@ -156,6 +156,13 @@ def base_of(node: fx.Node, looks: Looks = is_view) -> fx.Node:
     return node
 
 
+def op_name(node: fx.Node) -> str:
+    """The name of what a node calls, for messages."""
+    target = node.target
+    is_op = isinstance(target, OpOverload)
+    return str(target) if is_op else str(getattr(target, "__name__", target))
+
+
 @functools.cache
 def _parameters(target: Any) -> dict[str, Any]:
     """An ATen overload's argument names and their defaults; None where there is none."""
@@ -180,6 +187,12 @@ def with_arguments(call: Any, /, **changed: Any) -> tuple[list[Any], dict[str, A
         else:
             kwargs[name] = value
     return args, kwargs
+
+
+def example_of(node: fx.Node) -> Any:
+    """The value of a node of a graph that Dynamo or lowering made: a fake tensor, a SymInt, a
+    number, a tuple of these; None if unknown."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def tensor_val(node: object) -> torch.Tensor | None:

@@ -33,23 +33,14 @@ from fxrl.analysis.rows.rules import (
     RowRules,
     Rows,
     is_one,
-    op_name,
+    one_per_row,
     operand,
     shared_leaf,
     slice_bounds,
     sole_row,
     static,
 )
-from fxrl.ir.graph import (
-    COPIES,
-    RESHAPES,
-    Size,
-    bound,
-    has_hint,
-    hint,
-    shape_of,
-    val_of,
-)
+from fxrl.ir.graph import COPIES, RESHAPES, Size, bound, has_hint, hint, op_name, shape_of, val_of
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -230,7 +221,7 @@ def _keeping(rules: RowRules, value: RowValue, fill: Any) -> RowValue | None:
     ones += [(aten.select.int, (rank, 0)) for _ in rows.local_sizes]
     ones += [(aten.ones_like.default, ())]
     mask = rules.pool.leaf(replace(rows, prepare=(*rows.prepare, *ones), local_sizes=()))
-    mask = rules.pool.call(aten.reshape.default, mask, (-1, *(1,) * len(value.local_sizes)))
+    mask = one_per_row(rules, mask, value)
     blank = rules.pool.call(aten.le.Scalar, mask, 0)
     expr = rules.pool.call(aten.masked_fill.Scalar, value.expr, blank, fill)
     return RowValue(expr, value.tags, value.sizes)
@@ -318,9 +309,7 @@ def _write_entries(rules: RowRules, node: fx.Node, value: RowValue, ids: fx.Node
     """One entry of each row overwritten, or added to."""
     given, rows = bound(node), value.sizes[:1]
     at, written = (
-        rules.pool.call(
-            aten.reshape.default, operand(rules, one, (TOKEN,), rows, each=True), (-1, 1)
-        )
+        one_per_row(rules, operand(rules, one, (TOKEN,), rows, each=True), value)
         for one in (ids, given["values"])
     )
     at = from_the_start(rules, at, value.sizes[1])
