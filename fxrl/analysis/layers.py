@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.analysis.outline import illegal
 from fxrl.ir.graph import (
     PRODUCTS,
     draws_random,
@@ -88,10 +89,9 @@ def layer_nodes(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     return found
 
 
-def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
-    """Split a layer's nodes into parts at the barriers, the nodes for which ``illegal`` gives a
-    reason why they cannot be inside a body."""
-    stages, barriers = _stages(nodes, illegal)
+def split_layer(path: str, nodes: Sequence[fx.Node]) -> Layer:
+    """Split a layer's nodes into parts at the barriers, which cannot be inside a body."""
+    stages, barriers = _stages(nodes)
     _sink_weights(nodes, stages, {barrier.node for barrier in barriers})
     count = 1 + max(stages.values(), default=-1)
     blocked = {barrier.node for barrier in barriers} | _items(barriers)
@@ -123,7 +123,7 @@ def is_weight(node: fx.Node) -> bool:
 
 
 # ---------------------------------------------------------------------------- stages
-def _stages(nodes: Sequence[fx.Node], illegal: Any) -> tuple[dict[fx.Node, int], list[Barrier]]:
+def _stages(nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], list[Barrier]]:
     """Stage 0 is what needs no barrier's result, stage 1 what needs one of stage 0, and so on.
 
     So a part never depends on itself through a barrier, whatever the order of the nodes.
