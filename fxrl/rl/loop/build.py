@@ -30,7 +30,6 @@ from fxrl.errors import ConfigError
 from fxrl.losses import loss_info
 from fxrl.models import ModelError, Peers
 from fxrl.rl.callbacks import Events
-from fxrl.rl.config.named import build_loss
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.examples import Examples
 from fxrl.rl.data.questions import PromptStream
@@ -146,13 +145,7 @@ def _around(
     model, tokenizer, engine = built
     config, device = events.config, next(model.parameters()).device
     _check_positions(model, data, config.sampling.max_tokens)
-    loss_fn = build_loss(
-        config.loss.name,
-        config.loss.options,
-        temperature=config.sampling.temperature,
-        max_tokens=config.sampling.max_tokens,
-        teacher=teacher,
-    )
+    loss_fn = config.make_loss(teacher)
     make_step = step_maker(config, device)
     step = make_step(model, loss_fn)
     if isinstance(step, TrainStep):  # here, where no rank is missing
