@@ -56,14 +56,7 @@ from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
 from fxrl.ir.region import InputSpec, Region, once_for_body, region_at, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import names_module, site_name
-from fxrl.ops.fp8 import (
-    BLOCK,
-    QuantizeWeight,
-    Recipe,
-    measured_seconds,
-    scales_rows,
-    why_no_fp8,
-)
+from fxrl.ops.fp8 import BLOCK, QuantizeWeight, Recipe, measured_seconds, scales_rows, why_no_fp8
 from fxrl.ops.rounded import RoundedWeight
 
 aten, ops = torch.ops.aten, torch.ops.fxrl

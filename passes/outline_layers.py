@@ -24,13 +24,7 @@ from typing import Any, ClassVar, Self
 
 from torch import fx
 
-from fxrl.analysis.layers import (
-    Layer,
-    layer_nodes,
-    part_views,
-    signature,
-    split_layer,
-)
+from fxrl.analysis.layers import Layer, layer_nodes, part_views, signature, split_layer
 from fxrl.analysis.outline import find_outline, outline
 from fxrl.config import Config
 from fxrl.ir.bodies import CALL_LAYER, body_of

@@ -18,11 +18,7 @@ from torch import fx
 from fxrl import kernels
 from fxrl.capture._dynamo import is_first_graph
 from fxrl.capture._torch import RestartAnalysis
-from fxrl.capture.branches import (
-    CannotBeginAnewError,
-    follows_branches,
-    talks_to_ranks,
-)
+from fxrl.capture.branches import CannotBeginAnewError, follows_branches, talks_to_ranks
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.lower import lower
 from fxrl.capture.shared_bodies import share_bodies

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.capture.branches import (
-    CannotBeginAnewError,
-    follows_branches,
-    random_state,
-)
+from fxrl.capture.branches import CannotBeginAnewError, follows_branches, random_state
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.writes import undone
 from fxrl.compile.outer import restore_checkpoints

@@ -11,15 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import (
-    Any,
-    ClassVar,
-    Generic,
-    Self,
-    TypeVar,
-    final,
-    get_type_hints,
-)
+from typing import Any, ClassVar, Generic, Self, TypeVar, final, get_type_hints
 
 from torch import fx
 

@@ -17,15 +17,7 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows.emit import body_graph
-from fxrl.analysis.rows.expr import (
-    TOKEN,
-    GivenGradient,
-    Leaf,
-    RowExpr,
-    RowValue,
-    map_exprs,
-    walk,
-)
+from fxrl.analysis.rows.expr import TOKEN, GivenGradient, Leaf, RowExpr, RowValue, map_exprs, walk
 from fxrl.analysis.rows.rules import RowRules, Rows, operand, shared_leaf, static
 from fxrl.ir.graph import Size, ancestors, inputs_of, is_call, is_tensor, needs_grad, shape_of
 from fxrl.ir.remark import Refusal

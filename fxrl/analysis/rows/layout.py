@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows.expr import (
-    LOCAL,
-    TOKEN,
-    Leaf,
-    RowExpr,
-    RowStep,
-    RowValue,
-    Tag,
-)
+from fxrl.analysis.rows.expr import LOCAL, TOKEN, Leaf, RowExpr, RowStep, RowValue, Tag
 from fxrl.analysis.rows.rules import (
     RowRules,
     Rows,
