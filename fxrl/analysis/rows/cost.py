@@ -49,7 +49,7 @@ def made_in_forward(
     body: fx.GraphModule, inputs: Sequence[InputSpec], outputs: Sequence[RowOutput]
 ) -> bool:
     """Whether a tile's forward can make the gradients that its backward will only scale (see
-    ``fxrl.ops.region.new_vectors``), and runs fewer products so.
+    ``fxrl.ops.region.tiles.new_vectors``), and runs fewer products so.
 
     It can where rows alone are trained, each output that is differentiated has one number per row,
     and no gradient is the user's own: those need not be linear in what comes in. With K such

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.ir.graph import Size, bound, inputs_of, is_call, val_of
-from fxrl.ops.region import sum_dtype, tile_bounds
+from fxrl.ops.region.tiles import sum_dtype, tile_bounds
 from fxrl.planner.cost import seconds
 from fxrl.planner.memory_profile import MemoryProfile, nbytes, tensor_bytes
 from fxrl.planner.schedule import Kernel, Measure, kernels, result, volume
@@ -28,7 +28,7 @@ class Figures:
     backward_bytes: int  # peak of the backward, its incoming gradients included
     forward_s: float
     backward_s: float
-    # Source (as in ``ops.region.Later``) and bytes of each tensor that the backward reads.
+    # Source (as in ``ops.region.kernels.Later``) and bytes of each tensor that the backward reads.
     saved: tuple[tuple[tuple[str, int], int], ...]
     again_bytes: int = 0  # peak of what groups sum again
     again_s: float = 0.0

@@ -40,7 +40,7 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.region import Cut
 from fxrl.ir.sizes import SizeTable
-from fxrl.ops.region import Source, lookup
+from fxrl.ops.region.kernels import Source, lookup
 
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
@@ -60,7 +60,7 @@ _WEIGHED: dict[Cut, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """The two graphs, and where the backward's arguments are from (see ``ops.region.Body``)."""
+    """The two graphs, and where the backward's arguments are from: ``ops.region.kernels.Body``."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule

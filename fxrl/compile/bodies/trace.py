@@ -61,7 +61,7 @@ class TracedBody:
         decomposed: they are of Inductor's own ops.
         bound: the sizes that vary.
         forward, backward: the halves; ``backward`` is None without a gradient.
-        sources: where each argument of ``backward`` is from; see ``ops.region.Body``.
+        sources: where each argument of ``backward`` is from; see ``ops.region.kernels.Body``.
         sizes: the sizes that ``backward`` takes, in this body's symbols.
         again, again_sources, again_sizes: the outputs of what groups keep; None if they keep none.
         num_outputs: outputs of the region itself.
