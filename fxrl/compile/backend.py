@@ -41,7 +41,7 @@ from fxrl.ir.graph import IS_PART, gpu_of, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import Judge, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
-from fxrl.ir.region import Region, region_calls, regions_of, text_on_any_gpu
+from fxrl.ir.region import Region, region_calls, text_on_any_gpu
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report, first_line
 from fxrl.ir.site import name_held, name_sites
 from fxrl.ir.source import source_of_trace, user_source
@@ -251,8 +251,10 @@ class Backend:
         return self._compile(capture, capture.rewritten.gm, examples)
 
     def _compile(self, capture: Capture, gm: fx.GraphModule, examples: Sequence[Any]) -> Run:
-        owned = self._built(capture, regions_of(gm))
-        for call in region_calls(gm):
+        calls = region_calls(gm)
+        regions = {call.meta["region"].id: call.meta["region"] for call in calls}
+        owned = self._built(capture, regions)
+        for call in calls:
             call.update_arg(1, owned[call.meta["region"].id].key)
         capture.kernels |= owned  # those of another plan run, too
         for one in owned.values():
