@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, TypeVar, final
 import torch
 from torch import fx
 
-import fxrl.ops.region  # noqa: F401  (declares torch.ops.fxrl.region)
+import fxrl.ops.region.op  # noqa: F401  (declares torch.ops.fxrl.region)
 from fxrl.analysis.rows.analysis import HeadSite, RowProgram, analyse
 from fxrl.analysis.rows.cost import eager_bytes, made_in_forward, row_bytes, tile_rows
 from fxrl.analysis.rows.emit import Feeds, RowEmitter, body_graph

@@ -19,8 +19,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import bound, graphs_of, hint, shape_of, spelled_alike, val_of
+from fxrl.ir.graph import bound, hint, shape_of, spelled_alike, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxrl.ir.graph import CHECKPOINT, body_of, nbytes
+from fxrl.ir.bodies import CHECKPOINT, body_of
+from fxrl.ir.graph import inputs_of, nbytes
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 
@@ -32,20 +33,16 @@ class DropUnusedInputs(Normalisation[Site]):
     def match(self, gm: fx.GraphModule) -> Iterator[Site]:
         for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
             body = body_of(gm, call)  # each call has its own: ``capture.lower``
-            if body is not None and not all(n.users for n in _inputs(body)):
+            if body is not None and not all(n.users for n in inputs_of(body.graph)):
                 yield Site(call, 0)
 
     def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
         call, body = site.anchor, body_of(gm, site.anchor)
         assert body is not None
-        pairs = list(zip(_inputs(body), call.args[1:], strict=True))
+        pairs = list(zip(inputs_of(body.graph), call.args[1:], strict=True))
         dropped = [(node, arg) for node, arg in pairs if not node.users]
         call.args = (call.args[0], *(arg for node, arg in pairs if node.users))
         for node, _ in dropped:
             body.graph.erase_node(node)
         saved = sum(nbytes(arg) for _, arg in dropped if isinstance(arg, fx.Node))
         return Applied("a checkpointed call does not keep what it does not read", saved)
-
-
-def _inputs(body: fx.GraphModule) -> list[fx.Node]:
-    return list(body.graph.find_nodes(op="placeholder"))

@@ -20,15 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.ir.graph import (
-    RESHAPES,
-    graphs_of,
-    is_call,
-    is_tensor,
-    shape_of,
-    spelled_alike,
-    tensor_val,
-)
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import RESHAPES, is_call, is_tensor, shape_of, spelled_alike, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 

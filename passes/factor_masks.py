@@ -22,22 +22,19 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxrl.analysis.attention import aten, before_repeat, calls_by_mask, data_of, options_of
+from fxrl.analysis.attention import before_repeat, calls_by_mask, data_of, options_of
 from fxrl.analysis.masks import Axes, FactoredMask, factored, is_square
 from fxrl.config import Config
+from fxrl.ir.bodies import Lender
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import (
-    Lender,
-    as_node,
-    nbytes,
-    shape_of,
-    val_of,
-)
+from fxrl.ir.graph import as_node, nbytes, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site
 from fxrl.ir.plan import Choice, Keep, Rewrite
 from fxrl.ir.remark import Refusal, format_bytes
 from fxrl.ir.sizes import SizeTable
 from fxrl.ops.masked_attention import can_be_fast, expression
+
+aten = torch.ops.aten
 
 #: Bytes of a mask from which computing it pays. On a CPU the dense mask is faster (PyTorch's kernel
 #: against one in tiles), so there it is memory alone that counts. On a GPU: forward and backward of

@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import RESHAPES, graphs_of, is_call, is_tensor, shape_of, spelled_alike
+from fxrl.ir.graph import RESHAPES, is_call, is_tensor, shape_of, spelled_alike
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable

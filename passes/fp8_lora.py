@@ -33,6 +33,7 @@ from torch import Tensor, fx
 import fxrl.ops.dequantized  # noqa: F401  # defines the op
 from fxrl.analysis.rows.heads import factors, feeds_class_op
 from fxrl.config import Config
+from fxrl.ir.bodies import Lender, body_of, clone
 from fxrl.ir.build import Builder
 from fxrl.ir.derived import add_derived
 from fxrl.ir.graph import (
@@ -40,11 +41,9 @@ from fxrl.ir.graph import (
     MATRIX_PRODUCTS,
     SHARDED_MM,
     TRANSPOSES,
-    Lender,
     add_input,
-    body_of,
-    clone,
     hint,
+    inputs_of,
     is_call,
     is_same,
     needs_grad,
@@ -57,14 +56,7 @@ from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
 from fxrl.ir.region import InputSpec, Region, once_for_body, region_at, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import names_module, site_name
-from fxrl.ops.fp8 import (
-    BLOCK,
-    QuantizeWeight,
-    Recipe,
-    measured_seconds,
-    scales_rows,
-    why_no_fp8,
-)
+from fxrl.ops.fp8 import BLOCK, QuantizeWeight, Recipe, measured_seconds, scales_rows, why_no_fp8
 from fxrl.ops.rounded import RoundedWeight
 
 aten, ops = torch.ops.aten, torch.ops.fxrl
@@ -389,7 +381,7 @@ def _errors(
 
 def _place(node: fx.Node) -> int:
     """An input's place among those of its graph."""
-    return node.graph.find_nodes(op="placeholder").index(node)
+    return inputs_of(node.graph).index(node)
 
 
 def _outwards(node: Any, path: Path) -> tuple[fx.Node, Path]:
@@ -433,7 +425,7 @@ def _swapped(
     """A copy of a body with a product swapped; ``meta["kept"]`` are the inputs that it has yet,
     behind which it takes the weight's values and scales."""
     gm = clone(forward)
-    old = gm.graph.find_nodes(op="placeholder")
+    old = inputs_of(gm.graph)
     read = [bool(node.users) for node in old]
     more = [add_input(gm.graph, "fp8", val_of(part)) for part in weight]
     _swap(next(n for n in gm.graph.nodes if n.name == product), more, gradient)

@@ -27,11 +27,11 @@ from torch import fx
 
 from fxrl.analysis.head_groups import HeadGroups, find_head_groups
 from fxrl.analysis.shares import Share
+from fxrl.ir.bodies import clone
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     as_node,
     bound,
-    clone,
     is_call,
     is_tensor,
     is_view,

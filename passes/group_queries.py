@@ -18,7 +18,8 @@ from typing import ClassVar
 from torch import fx
 
 from fxrl.analysis.attention import SDPA, before_repeat, options_of, set_options
-from fxrl.ir.graph import graphs_of, hint, nbytes, shape_of
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import hint, nbytes, shape_of
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal

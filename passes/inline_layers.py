@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxrl.ir.graph import CALL_LAYER, body_of, inline, modules_of
+from fxrl.ir.bodies import CALL_LAYER, body_of, inline, modules_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at, set_region

@@ -18,7 +18,8 @@ from typing import ClassVar
 from torch import fx
 
 from fxrl.analysis.outline import computes
-from fxrl.ir.graph import CHECKPOINT, body_of, inline, is_call, is_view, what_it_saves
+from fxrl.ir.bodies import CHECKPOINT, body_of, inline, what_it_saves
+from fxrl.ir.graph import is_call, is_view
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at, set_region

@@ -21,16 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrl.analysis.attention import SDPA
 from fxrl.analysis.layers import layer_path
 from fxrl.analysis.rows.heads import CLASS_OPS, feeds_class_op
-from fxrl.ir.graph import (
-    CHECKPOINT,
-    HALVES,
-    PRODUCTS,
-    Halves,
-    body_of,
-    inline,
-    is_call,
-    is_tensor,
-)
+from fxrl.ir.bodies import CHECKPOINT, HALVES, Halves, body_of, inline
+from fxrl.ir.graph import PRODUCTS, is_call, is_tensor
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal

@@ -21,19 +21,8 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows.heads import find_heads
-from fxrl.ir.graph import (
-    AUTOGRAD_FUNCTION,
-    HALVES,
-    WITH_GRADIENT,
-    Halves,
-    ancestors,
-    hint,
-    hold,
-    is_tensor,
-    needs_grad,
-    shape_of,
-    splice,
-)
+from fxrl.ir.bodies import AUTOGRAD_FUNCTION, HALVES, WITH_GRADIENT, Halves, hold, splice
+from fxrl.ir.graph import ancestors, hint, is_tensor, needs_grad, shape_of
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal

@@ -24,23 +24,11 @@ from typing import Any, ClassVar, Self
 
 from torch import fx
 
-from fxrl.analysis.layers import (
-    Layer,
-    layer_nodes,
-    part_views,
-    signature,
-    split_layer,
-)
-from fxrl.analysis.outline import find_outline, illegal, outline
+from fxrl.analysis.layers import Layer, layer_nodes, part_views, signature, split_layer
+from fxrl.analysis.outline import find_outline, outline
 from fxrl.config import Config
-from fxrl.ir.graph import (
-    CALL_LAYER,
-    body_of,
-    is_call,
-    is_tensor,
-    numel_hint,
-    tensor_val,
-)
+from fxrl.ir.bodies import CALL_LAYER, body_of
+from fxrl.ir.graph import is_call, is_tensor, numel_hint, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, CutLayer, Keep, Plan, Rewrite
 from fxrl.ir.region import Region, region_calls, set_region
@@ -169,10 +157,10 @@ def _layers(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Layer]]:
     for body, path in _called(gm, None):
         if body not in known:
             inner = [n for n in body.graph.nodes if n.op == "call_function"]
-            known[body] = split_layer(path, inner, illegal)
+            known[body] = split_layer(path, inner)
         yield body, known[body].at(path)
     for path, nodes in layer_nodes(gm.graph).items():
-        yield gm, split_layer(path, nodes, illegal)
+        yield gm, split_layer(path, nodes)
 
 
 def _called(owner: fx.GraphModule, path: str | None) -> Iterator[tuple[fx.GraphModule, str]]:

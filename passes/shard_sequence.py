@@ -39,16 +39,16 @@ from fxrl.analysis.rows.rules import dims_of
 from fxrl.analysis.shares import Share, SharedGraph, Step
 from fxrl.analysis.token_shares import Tokens, attention_calls, find_shares, ungrouped
 from fxrl.config import Config
+from fxrl.ir.bodies import Lender, graphs_of
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
     PRODUCTS,
-    Lender,
     OpOverload,
     Size,
     as_node,
-    graphs_of,
     hint,
+    inputs_of,
     is_call,
     is_embedding,
     is_pointwise,
@@ -159,9 +159,6 @@ class _Sharing:
                 self._take(here, node, step)
             elif is_call(node, aten.sym_size.int) and node.args[0] in here.shares:
                 self._unread(node)
-            elif here.shares.get(node) is not None and is_call(node, operator.getitem):
-                source: Any = node.args[0]
-                node.meta["val"] = source.meta["val"][node.args[1]]
 
     def _unread(self, node: fx.Node) -> None:
         """A size is still that of the whole value."""
@@ -211,7 +208,7 @@ class _Sharing:
         graph = body.module.graph
         if graph not in self._done:
             self._done.add(graph)
-            for place, arg in zip(graph.find_nodes(op="placeholder"), node.args[1:], strict=True):
+            for place, arg in zip(inputs_of(graph), node.args[1:], strict=True):
                 place.meta["val"] = _val(arg)
             self.share(body)
         results: Any = graph.output_node().args[0]
@@ -358,7 +355,7 @@ class _Sharing:
             if user.op == "output" or is_call(user, SDPA, parts) or (step and node in step.needs):
                 return True
             if step is not None and step.body is not None:
-                inputs = step.body.module.graph.find_nodes(op="placeholder")
+                inputs = inputs_of(step.body.module.graph)
                 pairs = zip(inputs, user.args[1:], strict=False)
                 if any(arg is node and self._is_read_whole(place) for place, arg in pairs):
                     return True
@@ -372,7 +369,7 @@ class _Sharing:
     def _input(self, node: fx.Node, made: Any) -> fx.Node:
         """An input more of a graph: what is made of the one that there is, where it is called."""
         graph = node.graph
-        index = graph.find_nodes(op="placeholder").index(node) + 1
+        index = inputs_of(graph).index(node) + 1
         given = {call: made(as_node(call.args[index])) for call in self._calls[graph]}
         if all(new is call.args[index] for call, new in given.items()):
             return node

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import OpOverload, graphs_of, tensor_val, val_of
+from fxrl.ir.graph import OpOverload, tensor_val, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 

@@ -19,7 +19,8 @@ from typing import ClassVar
 from torch import fx
 
 from fxrl.analysis.rows.analysis import analyse_layer
-from fxrl.ir.graph import clone, share_views
+from fxrl.ir.bodies import clone
+from fxrl.ir.graph import share_views
 from fxrl.ir.graph_pass import Applied, Miss, PassDoc, tidy
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.region import Region, mark_grads, once_for_body, set_region

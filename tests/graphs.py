@@ -8,6 +8,7 @@ import torch
 
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.lower import lower
+from fxrl.ir.bodies import clone
 from fxrl.ir.graph import is_tensor
 from fxrl.ir.graph_pass import Applied, Pass, Site, Stage
 from fxrl.ir.pipeline import Pipeline
@@ -34,7 +35,7 @@ def normalised(gm):
     lowered = lower(gm)
     name_sites(lowered, "0")
     respell = [one() for one in REGISTRY.values() if one.stage == Stage.NORMALISE]
-    return Pipeline(tuple(respell)).run(lowered, Plan()).gm
+    return Pipeline(tuple(respell)).run(clone(lowered), Plan()).gm
 
 
 def nodes_of_module(graph, path):

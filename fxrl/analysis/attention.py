@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.analysis.constants import filled_with_whole
+from fxrl.ir.bodies import body_of
 from fxrl.ir.graph import (
     COPIES,
     RESHAPES,
-    body_of,
     bound,
+    inputs_of,
     is_call,
     is_tensor,
     reached,
     shape_of,
     skip_whole_slices,
+    val_of,
 )
 from fxrl.ir.printer import input_name
 
@@ -65,7 +68,7 @@ def _calls(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
             if mask is not None:
                 yield node, mask
         elif (body := body_of(gm, node)) is not None:
-            inputs = body.graph.find_nodes(op="placeholder")
+            inputs = inputs_of(body.graph)
             given = dict(zip(inputs, node.args[1:], strict=True))
             for call, mask in _calls(body):
                 yield call, given.get(mask, mask)
@@ -155,11 +158,8 @@ def _made(node: fx.Node) -> Known | None:
     """A tensor made from nothing: a range, or one value."""
     if is_call(node, aten.arange.default) and len(node.args) == 1:
         return Positions(-1, 0, str(shape_of(node)[0]))
-    if is_call(node, aten.new_ones.default, aten.ones.default, aten.ones_like.default):
-        return Constant(True)
-    if is_call(node, aten.full.default) and isinstance(node.args[1], (int, bool)):
-        return Constant(node.args[1])
-    return None
+    number = filled_with_whole(node)
+    return None if number is None else Constant(number)
 
 
 def _compared(node: fx.Node) -> Known | None:
@@ -168,7 +168,8 @@ def _compared(node: fx.Node) -> Known | None:
         return None
     if node.target in _COMPARE:
         return Constant(_COMPARE[node.target](left.value, right.value))
-    return Constant(True) if left.value is True and right.value is True else None
+    both = val_of(node).dtype == torch.bool
+    return Constant(bool(left.value and right.value)) if both else None
 
 
 def _sum(node: fx.Node) -> Known | None:
@@ -222,7 +223,9 @@ def _view(node: fx.Node) -> Known | None:
         return None
     if isinstance(inner, Constant):
         views = (aten.unsqueeze.default, aten.slice.Tensor, aten.squeeze.dim, aten.view.default)
-        return inner if node.target in (*_SAME, *views) else None
+        if node.target not in (*_SAME, *views):
+            return None
+        return Constant(bool(inner.value)) if val_of(node).dtype == torch.bool else inner
     rank = len(shape_of(node))
     if is_call(node, aten.unsqueeze.default):
         at = int(node.args[1]) % rank - rank  # type: ignore[arg-type]

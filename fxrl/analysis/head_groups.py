@@ -16,18 +16,16 @@ its adapter's, one value as wide as the layer is left.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from fxrl.analysis.attention import SDPA, options_of
 from fxrl.analysis.layers import is_product
-from fxrl.analysis.rows.rules import op_name
-from fxrl.analysis.shares import Share, SharedGraph, Step, step_of
+from fxrl.analysis.shares import Share, SharedGraph, Step, follow, step_of
 from fxrl.ir.graph import (
     MATRIX_PRODUCTS,
     TRANSPOSES,
@@ -39,6 +37,7 @@ from fxrl.ir.graph import (
     is_quantized_product,
     is_tensor,
     is_view,
+    op_name,
     reached,
     shape_of,
     val_of,
@@ -189,30 +188,23 @@ class _Walk:
 
     def visit(self, node: fx.Node) -> None:
         """Say how a group computes a node that reads what is shared out."""
-        shares = self._found.shares
-        reads = [arg for arg in node.all_input_nodes if shares.get(arg) is not None]
-        late = not self._behind.isdisjoint(node.all_input_nodes)
-        self._behind |= {node} if late else set()
-        if not reads or is_call(node, aten.sym_size.int):
-            return
-        if late:
-            raise Refusal("it brings heads together with what all of them make", at=node)
-        if is_call(node, operator.getitem):
-            parts: Any = shares[reads[0]]
-            step = Step(parts[node.args[1]])
-            self._found.steps[node], shares[node] = step, step.shares
-            return
+        if not self._behind.isdisjoint(node.all_input_nodes):
+            self._behind.add(node)
+        follow(self._found, node, self._step)
+
+    def _step(self, node: fx.Node, _: list[fx.Node]) -> Step:
         try:
-            step = self._step(node)
-            for share in step.needs.values():
-                if share.outer != 1:
-                    raise Refusal("its heads do not lie together")
+            if node in self._behind:
+                raise Refusal("it brings heads together with what all of them make")
+            step = self._apart(node)
+            if any(share.outer != 1 for share in step.needs.values()):
+                raise Refusal("its heads do not lie together")
         except Refusal as refusal:
             refusal.at = refusal.at or node
             raise
-        self._found.steps[node], shares[node] = step, step.shares
+        return step
 
-    def _step(self, node: fx.Node) -> Step:
+    def _apart(self, node: fx.Node) -> Step:
         if node.op == "output":
             raise Refusal("the layer returns a value of heads")
         if node is self._attention:

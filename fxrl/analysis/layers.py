@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.analysis.outline import illegal
 from fxrl.ir.graph import (
     PRODUCTS,
     draws_random,
+    example_of,
     is_call,
     is_quantized_product,
     is_tensor,
@@ -87,10 +89,9 @@ def layer_nodes(graph: fx.Graph) -> dict[str, list[fx.Node]]:
     return found
 
 
-def split_layer(path: str, nodes: Sequence[fx.Node], illegal: Any) -> Layer:
-    """Split a layer's nodes into parts at the barriers, the nodes for which ``illegal`` gives a
-    reason why they cannot be inside a body."""
-    stages, barriers = _stages(nodes, illegal)
+def split_layer(path: str, nodes: Sequence[fx.Node]) -> Layer:
+    """Split a layer's nodes into parts at the barriers, which cannot be inside a body."""
+    stages, barriers = _stages(nodes)
     _sink_weights(nodes, stages, {barrier.node for barrier in barriers})
     count = 1 + max(stages.values(), default=-1)
     blocked = {barrier.node for barrier in barriers} | _items(barriers)
@@ -122,7 +123,7 @@ def is_weight(node: fx.Node) -> bool:
 
 
 # ---------------------------------------------------------------------------- stages
-def _stages(nodes: Sequence[fx.Node], illegal: Any) -> tuple[dict[fx.Node, int], list[Barrier]]:
+def _stages(nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], list[Barrier]]:
     """Stage 0 is what needs no barrier's result, stage 1 what needs one of stage 0, and so on.
 
     So a part never depends on itself through a barrier, whatever the order of the nodes.
@@ -221,31 +222,27 @@ def signature(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
     lines: list[Any] = []
 
     def place(node: fx.Node) -> str:
-        if isinstance(_value(node), torch.SymInt):
-            return f"<{_value(node)}>"  # one size may have several names
+        if isinstance(example_of(node), torch.SymInt):
+            return f"<{example_of(node)}>"  # one size may have several names
         if node not in places:
             places[node] = len(places)
-            lines.append((places[node], "in", type_of(_value(node))))
+            lines.append((places[node], "in", type_of(example_of(node))))
         return f"%{places[node]}"
 
     for node in nodes:
         if node.op == "placeholder":
             places[node] = len(places)
-            lines.append((places[node], "in", type_of(_value(node))))
+            lines.append((places[node], "in", type_of(example_of(node))))
             continue
         args = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Text(place(n))))
         places[node] = len(places)
-        lines.append((places[node], str(node.target), args, type_of(_value(node))))
+        lines.append((places[node], str(node.target), args, type_of(example_of(node))))
     return tuple(lines)
 
 
 class _Text(str):
     def __repr__(self) -> str:
         return str(self)
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def type_of(value: Any) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.attention import Constant, Positions, aten, known
+from fxrl.analysis.attention import Constant, Positions, known
 from fxrl.ir.graph import (
     RESHAPES,
     bound,
@@ -38,6 +38,8 @@ from fxrl.ir.graph import (
     val_of,
 )
 from fxrl.ir.remark import Refusal
+
+aten = torch.ops.aten
 
 #: For each dim of a value, which dim of the mask [batch, head, query, key] it is; None: of size 1.
 Axes = tuple[int | None, ...]

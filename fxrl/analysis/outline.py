@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.ir.bodies import graph_module
 from fxrl.ir.graph import (
     EXCHANGES,
     PIECEWISE_PRODUCTS,
@@ -24,7 +25,6 @@ from fxrl.ir.graph import (
     OpOverload,
     ancestors,
     draws_random,
-    graph_module,
     is_call,
     is_tensor,
     needs_grad,

@@ -26,6 +26,7 @@ from fxrl.ir.graph import (
     OpOverload,
     base_of,
     bound,
+    inputs_of,
     is_call,
     is_tensor,
     is_view,
@@ -125,7 +126,7 @@ def _kept(body: fx.GraphModule, trained: tuple[bool, ...], cut: Cut) -> Kept:
     mark_grads(graph, trained)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     eager = _kept_op_by_op(nodes)
-    inputs = set(graph.find_nodes(op="placeholder"))
+    inputs = set(inputs_of(graph))
     read = {x for x in inputs if x.users and is_tensor(x) and not is_weight(x)}
     if cut in ("inputs", "attention"):
         attention = {value for value in eager if cut == "attention" and _is_attention(value)}

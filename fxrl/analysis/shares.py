@@ -10,6 +10,7 @@ kinds does to the one dim that counts what is shared.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from torch import fx
 
 from fxrl.analysis.rows import compute, joins, layout
 from fxrl.analysis.rows.analysis import RULES
-from fxrl.analysis.rows.rules import dims_of, op_name
+from fxrl.analysis.rows.rules import dims_of
 from fxrl.ir.graph import (
     OpOverload,
     Size,
@@ -32,6 +33,7 @@ from fxrl.ir.graph import (
     is_pointwise,
     is_tensor,
     numel_hint,
+    op_name,
     shape_of,
 )
 from fxrl.ir.remark import Refusal
@@ -108,6 +110,22 @@ class SharedGraph:
         """The part of an operand that is held; None if the operand is whole."""
         found = self.shares.get(node) if isinstance(node, fx.Node) else None
         return found if isinstance(found, Share) else None
+
+
+def follow(
+    into: SharedGraph, node: fx.Node, step: Callable[[fx.Node, list[fx.Node]], Step]
+) -> None:
+    """Note how a node that reads shared values is computed, as ``step(node, those)`` says; a size
+    is still that of the whole."""
+    reads = [arg for arg in node.all_input_nodes if into.shares.get(arg) is not None]
+    if not reads or is_call(node, aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default):
+        return
+    if is_call(node, operator.getitem):
+        parts: Any = into.shares[reads[0]]
+        found = Step(parts[node.args[1]])
+    else:
+        found = step(node, reads)
+    into.steps[node], into.shares[node] = found, found.shares
 
 
 def step_of(into: SharedGraph, node: fx.Node) -> Step:

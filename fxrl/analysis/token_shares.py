@@ -12,29 +12,27 @@ refusal where they are more.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from fxrl.analysis.attention import SDPA, before_repeat, options_of
-from fxrl.analysis.rows.rules import op_name
-from fxrl.analysis.shares import Share, SharedGraph, Step, step_of
+from fxrl.analysis.shares import Share, SharedGraph, Step, follow, step_of
+from fxrl.ir.bodies import CALL_LAYER, CHECKPOINT, body_of, graphs_of
 from fxrl.ir.graph import (
-    CALL_LAYER,
-    CHECKPOINT,
     Size,
     as_node,
-    body_of,
     draws_random,
-    graphs_of,
     hint,
+    inputs_of,
     is_call,
     is_embedding,
     is_tensor,
     numel_hint,
+    op_name,
     shape_of,
 )
 from fxrl.ir.remark import Refusal
@@ -43,7 +41,6 @@ from fxrl.ir.sizes import is_equal
 aten = torch.ops.aten
 #: Numbers for each token up to which a value is gathered where an op needs it whole.
 _FEW = 8
-_SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +115,20 @@ class _Walk:
         if node in self._seeds and into.share(_ids(node)) is None:
             into.steps[node] = step = _seed(node)
             into.shares[node] = step.shares
-            return
-        reads = [arg for arg in node.all_input_nodes if into.shares.get(arg) is not None]
-        if not reads or is_call(node, *_SIZES):
-            return
-        if is_call(node, operator.getitem):
-            parts: Any = into.shares[reads[0]]
-            into.shares[node] = parts[node.args[1]]
-            return
-        if node.op == "output" and into.given:
+        elif node.op == "output" and into.given:
             results: Any = node.args[0]
             into.results = tuple(into.share(result) for result in results)
-            return
+        else:
+            follow(into, node, partial(self._step, into))
+
+    def _step(self, into: SharedGraph, node: fx.Node, reads: list[fx.Node]) -> Step:
         try:
-            step = self._step(into, node)
+            step = self._apart(into, node)
             if step.needs and all(self._is_narrow(read, 1) for read in reads):
                 raise Refusal("it is one number for each token")
         except Refusal as refusal:
-            step = self._gathered(into, node, reads, refusal)
-        into.steps[node], into.shares[node] = step, step.shares
+            return self._gathered(into, node, reads, refusal)
+        return step
 
     # NOTE [Why narrow values meet whole ones as a whole]: a rank has places without an entry, where
     # the copy of one stands, and log-probabilities of one token beside another's of the last policy
@@ -156,7 +148,8 @@ class _Walk:
         """Whether a value is at most so many numbers for each token."""
         return is_tensor(node) and numel_hint(node) <= numbers * self._tokens
 
-    def _step(self, into: SharedGraph, node: fx.Node) -> Step:
+    def _apart(self, into: SharedGraph, node: fx.Node) -> Step:
+        """As each rank computes it of its own tokens."""
         if node.op == "output":
             cure = "return what is computed from them, a few numbers for each token"
             raise Refusal("values as wide as this leave the traced code", cure)
@@ -175,7 +168,7 @@ class _Walk:
         body = body_of(into.module, node)
         if body is None or body.meta.get("not_lowered") is not None:
             raise Refusal(f"{op_name(node)} calls a graph that is opaque to fxrl")
-        inputs = body.graph.find_nodes(op="placeholder")
+        inputs = inputs_of(body.graph)
         given = {
             place: share
             for place, arg in zip(inputs, node.args[1:], strict=True)

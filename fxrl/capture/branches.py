@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from fxrl.capture.checks import check, counted_rounds, counted_rows
-from fxrl.ir.graph import modules_of
+from fxrl.ir.bodies import modules_of
 
 _TURNS = 3  # a branch that turns more often decides anew at each call: Dynamo ends the graph there
 _ALL_TURNS = 8  # so do those that a line of a loop, or of equal layers, has together

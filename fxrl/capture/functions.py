@@ -16,15 +16,14 @@ from torch import fx
 from fxrl.analysis.layers import layer_path
 from fxrl.capture._torch import SET_GRAD, FakeTensor, fake_like
 from fxrl.capture.opaque import under
+from fxrl.ir.bodies import AUTOGRAD_FUNCTION, HALVES, Halves, clone
 from fxrl.ir.graph import (
-    AUTOGRAD_FUNCTION,
-    HALVES,
-    Halves,
     HigherOrderOperator,
     as_node,
-    clone,
     draws_random,
     eliminate_dead_code,
+    example_of,
+    inputs_of,
     is_call,
     tensor_val,
     writes,
@@ -70,7 +69,7 @@ def _without_constants(
     results: Any = ahead.graph.output_node().args[0]
     constant: Any = call.kwargs["non_differentiable_idx"]
     read = {item.args[1] for item in call.users}
-    grads = back.graph.find_nodes(op="placeholder")[: len(results[0])]
+    grads = inputs_of(back.graph)[: len(results[0])]
     trained = []
     for index, (value, grad) in enumerate(zip(results[0], grads, strict=True)):
         val = tensor_val(value)
@@ -102,9 +101,7 @@ def _half(body: fx.GraphModule, lower: Lower) -> fx.GraphModule:
             plain.graph.erase_node(node)
         elif isinstance(node.target, HigherOrderOperator):
             raise Refusal(f"it calls {node.target}, which has a graph or a kernel for a body")
-        elif node.op == "placeholder" and isinstance(
-            value := node.meta.get("example_value"), FakeTensor
-        ):
+        elif node.op == "placeholder" and isinstance(value := example_of(node), FakeTensor):
             # A gradient is described by the tensor that it is of, and a trace tells them by it.
             node.meta["example_value"] = fake_like(value)
     lowered = lower(plain, grad_enabled=False)

@@ -24,7 +24,7 @@ from fxrl.capture._torch import (
     library_op,
     saved_tensors_hooks,
 )
-from fxrl.ir.graph import HigherOrderOperator, is_view, memory_like
+from fxrl.ir.graph import HigherOrderOperator, example_of, inputs_of, is_view, memory_like
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 _T: Any = torch.Tensor
@@ -138,7 +138,7 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    leaves = pytree.tree_leaves(example_of(node))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
@@ -197,16 +197,16 @@ class OpaqueCalls:
         return pytree.tree_unflatten(filled, out_spec)
 
     def _example(self, node: fx.Node) -> Any:
-        value = node.meta.get("example_value")
+        value = example_of(node)
         if value is None:
-            values = {u.args[1]: u.meta.get("example_value") for u in node.users}
+            values = {u.args[1]: example_of(u) for u in node.users}
             value = tuple(values.get(i) for i in range(1 + max(values, default=0)))  # type: ignore[type-var, operator, arg-type]
         return value
 
     def restore(self, lowered: fx.GraphModule) -> None:
         """Put the original calls back into the lowered graph."""
         graph = lowered.graph
-        self._inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        self._inputs = {node.name: node for node in inputs_of(graph)}
         for call in list(graph.nodes):
             if call.op == "call_function" and call.target is torch.ops.fxrl.stand_in.default:
                 with graph.inserting_before(call):

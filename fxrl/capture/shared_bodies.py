@@ -24,17 +24,8 @@ from torch.utils import _pytree as pytree
 from fxrl.analysis.layers import type_of
 from fxrl.capture._torch import fake_like, guarded_names
 from fxrl.capture.repeated import Layer, again, begins, ends, feeds, layer_of
-from fxrl.ir.graph import (
-    CALL_LAYER,
-    as_node,
-    body_of,
-    clone,
-    graph_module,
-    inline,
-    last_input,
-    modules_of,
-    set_body,
-)
+from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graph_module, inline, modules_of, set_body
+from fxrl.ir.graph import as_node, example_of, inputs_of, last_input
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
 
@@ -93,7 +84,7 @@ class _Frame:
         """The value of the outermost graph that an input of this one is."""
         if self.outer is None or self.call is None or node.op != "placeholder":
             return node
-        inputs = self.gm.graph.find_nodes(op="placeholder")
+        inputs = inputs_of(self.gm.graph)
         return self.outer.outermost(as_node(self.call.args[1 + inputs.index(node)]))
 
     def bring(self, node: fx.Node) -> fx.Node:
@@ -102,10 +93,10 @@ class _Frame:
             return node
         if node not in self._brought:
             given = self.outer.bring(node)
-            inputs = self.gm.graph.find_nodes(op="placeholder")
+            inputs = inputs_of(self.gm.graph)
             known: dict[Any, fx.Node] = dict(zip(self.call.args[1:], inputs, strict=True))
             if given not in known:
-                known[given] = _new_input(self.gm.graph, _input_name(given), _example(given))
+                known[given] = _new_input(self.gm.graph, _input_name(given), example_of(given))
                 self.call.args = (*self.call.args, given)
             self._brought[node] = known[given]
         return self._brought[node]
@@ -129,7 +120,7 @@ class _Sharing:
         self._graph = gm.graph
         self._bodies: dict[int, _Body] = {}  # the last one of each first layer
         self._inputs: dict[int, fx.Node] = {}  # by the id of the tensor
-        for node in gm.graph.find_nodes(op="placeholder"):
+        for node in inputs_of(gm.graph):
             example = getattr(node.meta.get("grapharg"), "example", None)
             if isinstance(example, Tensor):
                 self._inputs[id(example)] = node
@@ -195,7 +186,7 @@ class _Sharing:
         example = getattr(outer.meta.get("grapharg"), "example", None)
         if (place := layer.first.place_of(example)) is not None:
             return ours.bring(self._input(layer, place, outer))
-        if outer.op != "placeholder" and not isinstance(_example(outer), torch.SymInt):
+        if outer.op != "placeholder" and not isinstance(example_of(outer), torch.SymInt):
             raise Refusal(f"{layer.first.path} reads %{outer}, which is no argument of it")
         if outer.graph is ours.gm.graph:
             return outer
@@ -207,16 +198,12 @@ class _Sharing:
         """An input of the outermost graph for a tensor of a layer that was not traced."""
         tensor = layer.layout.tensors[place]
         if id(tensor) not in self._inputs:
-            made = fake_like(_example(like))
+            made = fake_like(example_of(like))
             name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{layer.first.names[place]}_")
             node = _new_input(self._graph, name, made.requires_grad_(tensor.requires_grad))
             self._inputs[id(tensor)] = node
             self.lifted.append(Lifted(layer, place))
         return self._inputs[id(tensor)]
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
 
 
 def _input_name(node: fx.Node) -> str:
@@ -232,7 +219,7 @@ def _new_input(graph: fx.Graph, name: str, example: Any) -> fx.Node:
 
 
 def _is_trained(node: fx.Node) -> bool:
-    value = _example(node)
+    value = example_of(node)
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -255,7 +242,7 @@ def _cut(
     places: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         places[node] = graph.placeholder(_input_name(node))
-        places[node].meta["example_value"] = _example(node)
+        places[node].meta["example_value"] = example_of(node)
     constants = [n for n in dict.fromkeys(read) if n not in known and n.op == "get_attr"]
     for node in (*constants, *inside):
         places[node] = graph.node_copy(node, places.__getitem__)
@@ -279,9 +266,9 @@ def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> No
             node.meta = {**call.meta, "example_value": example}
             return node
 
-        made = pytree.tree_map(item, body.result, _example(old))
+        made = pytree.tree_map(item, body.result, example_of(old))
     call.meta["example_value"] = tuple(
-        _example(leaf) for leaf in pytree.tree_leaves(made) if isinstance(leaf, fx.Node)
+        example_of(leaf) for leaf in pytree.tree_leaves(made) if isinstance(leaf, fx.Node)
     )
     _stand_for(old, made)
     if not any(n.target is _SDPA for m in modules_of(body.gm) for n in m.graph.nodes):
@@ -313,7 +300,7 @@ def _matched(layer: Layer, theirs: Any, ours: Any) -> dict[fx.Node, fx.Node]:
             if isinstance(one, fx.Node) or isinstance(other, fx.Node) or one != other:
                 raise Refusal(why)
         else:
-            alike = type_of(_example(one)) == type_of(_example(other))
+            alike = type_of(example_of(one)) == type_of(example_of(other))
             if not alike or found.setdefault(one, other) is not other:
                 raise Refusal(why)
     return found

@@ -28,7 +28,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxrl.capture._torch import FakeTensorMode
-from fxrl.ir.graph import Size
+from fxrl.ir.graph import Size, inputs_of
 
 functorch_config: Any = torch._functorch.config  # .patch: how min-cut weighs, for the time of a call
 without_autocast: Any = torch._C._DisableAutocast  # a context: a lowered graph already holds its casts
@@ -85,7 +85,7 @@ def holds(mode: FakeTensorMode, sizes: Mapping[str, Size], given: Mapping[str, i
 def _given(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[list[Any]]:
     """The inputs of a graph traced in ``mode``, whose shape environment takes what is assumed."""
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
-        yield [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        yield [node.meta["val"] for node in inputs_of(gm.graph)]
 
 
 def inductor_compile(
@@ -241,7 +241,7 @@ class _JointPasses(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-        inputs = (node.meta["val"] for node in graph.find_nodes(op="placeholder"))
+        inputs = (node.meta["val"] for node in inputs_of(graph))
         device = next((x.device for x in inputs if isinstance(x, Tensor)), None)
         assert graph.owning_module is not None
         joint_graph_passes(graph.owning_module, device)

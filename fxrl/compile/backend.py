@@ -18,31 +18,26 @@ from torch import fx
 from fxrl import kernels
 from fxrl.capture._dynamo import is_first_graph
 from fxrl.capture._torch import RestartAnalysis
-from fxrl.capture.branches import (
-    CannotBeginAnewError,
-    follows_branches,
-    random_state,
-    talks_to_ranks,
-)
+from fxrl.capture.branches import CannotBeginAnewError, follows_branches, talks_to_ranks
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
-from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.lower import lower
 from fxrl.capture.shared_bodies import share_bodies
-from fxrl.capture.writes import undone
 from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.by_plan import ByPlan
+from fxrl.compile.guarded import Guarded, as_written
 from fxrl.compile.heads_ahead import begin_heads
 from fxrl.compile.mask_shares import shares_seen
-from fxrl.compile.outer import calls_higher_order, restore_checkpoints, run_outer
+from fxrl.compile.outer import calls_higher_order, run_outer
 from fxrl.compile.planning import Batch, Planner, batches_of
 from fxrl.compile.region_costs import known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError, did_you_mean
+from fxrl.ir.bodies import CHECKPOINT, body_of, clone
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
-from fxrl.ir.graph import CHECKPOINT, IS_PART, body_of, clone, gpu_of, has_hint, hint, tensor_val
+from fxrl.ir.graph import IS_PART, gpu_of, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import Judge, open_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
@@ -110,10 +105,10 @@ class Backend:
         kind = RemarkKind.MISSED if lost else RemarkKind.ANALYSIS
         capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph", kind)
         if rewritten is None:
-            return _as_written(gm)
+            return as_written(gm)
         self.judge(capture.report)
         if self.only_explain or not (self.always_rewritten or _is_rewritten(capture)):
-            return _as_written(gm)
+            return as_written(gm)
         try:
             run = self._compile(capture, rewritten, example_inputs)
             if capture.planner is not None:
@@ -127,9 +122,9 @@ class Backend:
         except Exception as error:
             why = f"the rewritten graph could not be compiled: {first_line(error)}"
             self._fall_back(capture, Refusal(why))
-            return _as_written(gm)
+            return as_written(gm)
         capture.running = True
-        return _Guarded(run, gm, lambda why: self._fall_back(capture, Refusal(why))).first
+        return Guarded(run, gm, lambda why: self._fall_back(capture, Refusal(why))).first
 
     def _rewrite(self, capture: Capture, inputs: Sequence[Any]) -> fx.GraphModule | None:
         """The graph after lowering and all passes; None when it must run as it is.
@@ -167,7 +162,7 @@ class Backend:
         assert capture.pipeline is not None
         fast, sparing = capture.pipeline, capture.pipeline.sparing()
         try:
-            made = fast.run(capture.lowered, self.plan, planner=planner)
+            made = fast.run(clone(capture.lowered), self.plan, planner=planner)
         except PlanError:
             if fast == sparing or any(outlined_layers(capture.found)):
                 raise
@@ -177,7 +172,7 @@ class Backend:
         why = "no plan fits them op by op, so layers become regions though they are small"
         capture.note(RemarkKind.ANALYSIS, "plan", why)
         capture.pipeline = sparing
-        return sparing.run(capture.lowered, self.plan, planner=planner)
+        return sparing.run(clone(capture.lowered), self.plan, planner=planner)
 
     def _lowered(self, gm: fx.GraphModule) -> fx.GraphModule:
         return lower(gm, grad_enabled=torch.is_grad_enabled())
@@ -318,75 +313,12 @@ class Backend:
         self.judge(missed)
 
 
-class _Guarded:
-    """Runs a rewritten graph; where its first call fails, the user's own takes over for good.
-
-    NOTE [Why the first call]: what can go wrong in an op is known after one run; later a failure is
-    the batch's, and is the user's to see.
-    """
-
-    def __init__(self, run: Run, gm: fx.GraphModule, fall_back: Callable[[str], None]) -> None:
-        self._run, self._gm, self._fall_back = run, gm, fall_back
-        self._tried, self._follows = False, follows_branches(gm)
-
-    def first(self, *args: Any) -> Any:
-        if self._tried and not self._follows:
-            return self._run(*args)
-        random = random_state()
-        try:
-            result = self._run(*args)
-        except (FxrlError, torch.OutOfMemoryError, CheckFailedError):
-            raise
-        except Exception as error:
-            random()
-            if self._follows:
-                self._check(*args)
-                random()
-            if self._tried:
-                raise
-            if self._follows:
-                raise CannotBeginAnewError from error
-            why = first_line(error)
-            self._run = _as_written(self._gm)
-            result = self._run(*args)  # an error of the user's own code is raised here, as it is
-            self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
-        self._tried = True
-        return result
-
-    def _check(self, *args: Any) -> None:
-        """Raises ``CheckFailedError`` where the program's order has one first: in the rewritten
-        graph what a check stands before may run ahead of it, and index where nothing is; and what
-        is said of sizes is asserted as soon as these are known."""
-        _as_written(self._gm)
-        try:
-            with torch.no_grad(), undone(args):
-                _Unasserted(self._gm).run(*args)
-        except CheckFailedError:
-            raise
-        except Exception:  # what failed is no matter of a check
-            return
-
-
-class _Unasserted(fx.Interpreter):
-    """Runs a graph without what it asserts of sizes."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        asserts = n.target is torch.ops.aten._assert_scalar.default
-        return None if asserts else super().run_node(n)
-
-
 def _hands_on_sizes(capture: Capture) -> bool:
     """Whether no loss head was rewritten, and a value that is returned is as long as data says."""
     if capture.lowered is None or capture.report.of_kind(RemarkKind.APPLIED):
         return False
     returned = map(tensor_val, capture.lowered.graph.output_node().all_input_nodes)
     return any(not has_hint(*value.shape) for value in returned if value is not None)
-
-
-def _as_written(gm: fx.GraphModule) -> Run:
-    """The user's own graph."""
-    restore_checkpoints(gm)  # Dynamo's own calls recompute nothing on torch 2.11
-    return gm.forward
 
 
 def _overflows(capture: Capture, plan: Plan) -> bool:

@@ -36,8 +36,9 @@ from fxrl.capture.branches import random_state
 from fxrl.capture.breaks import in_one_line
 from fxrl.compile.planning import Batch, batches_of
 from fxrl.errors import HostMemoryError, PlanError
+from fxrl.ir.bodies import body_of
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.graph import body_of, gpu_of, hint, is_loss_head, needs_grad
+from fxrl.ir.graph import gpu_of, hint, is_loss_head, needs_grad
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ir.region import region_at
 from fxrl.ir.remark import format_bytes

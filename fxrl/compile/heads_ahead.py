@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxrl.ir.graph import needs_grad, val_of
+from fxrl.ir.graph import inputs_of, needs_grad, val_of
 from fxrl.ops.linear_logprob import LossHead
 from fxrl.ops.linear_logprob.arguments import ForwardArguments
 from fxrl.ops.linear_logprob.op import asked_of_forward
@@ -56,7 +56,7 @@ def _run(asked: Sequence[ForwardArguments]) -> None:
 def heads_of(gm: fx.GraphModule, examples: Sequence[Any]) -> list[ForwardArguments]:
     """What the fused heads of a graph will be asked for, each with a few rows of zeros. Heads whose
     weight the graph computes are left out: there is none yet."""
-    given = dict(zip(gm.graph.find_nodes(op="placeholder"), examples, strict=False))
+    given = dict(zip(inputs_of(gm.graph), examples, strict=False))
     op = torch.ops.fxrl.linear_logprob.default
     calls = gm.graph.find_nodes(op="call_function", target=op)
     return [_asked(call, given) for call in calls if call.args[1] in given]

@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from fxrl.capture._torch import FakeTensor
-from fxrl.ir.graph import ancestors, bound, hint
+from fxrl.ir.graph import ancestors, bound, hint, inputs_of
 from fxrl.ops.masked_attention import share_of_blocks
 
 
 def shares_seen(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, float]:
     """For each computed mask of a graph, the share of query-key pairs that attention computes.
     Masks whose inputs are fake are left out; reading real ones waits for the device."""
-    args = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
+    args = dict(zip(inputs_of(gm.graph), inputs, strict=False))
     shares: dict[str, list[float]] = {}
     for call in gm.graph.find_nodes(op="call_function", target=torch.ops.fxrl.mask_blocks.default):
         needed = ancestors([call], {*gm.graph.nodes})

@@ -26,18 +26,9 @@ from fxrl.compile._torch import (
     without_autocast,
 )
 from fxrl.compile.bodies.flex import attach_flex
+from fxrl.ir.bodies import CALL_LAYER, CHECKPOINT, modules_of, what_it_saves
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import (
-    CALL_LAYER,
-    CHECKPOINT,
-    HigherOrderOperator,
-    as_node,
-    base_of,
-    is_view,
-    modules_of,
-    needs_grad,
-    what_it_saves,
-)
+from fxrl.ir.graph import HigherOrderOperator, as_node, base_of, inputs_of, is_view, needs_grad
 
 aten = torch.ops.aten
 
@@ -95,7 +86,7 @@ def _with_sums(gm: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any
     them, so its backward runs when all their gradients are there: one bucket, in ``backward()``
     itself, for every backward of an accumulation and for ``torch.autograd.grad``.
     """
-    inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+    inputs = enumerate(inputs_of(gm.graph))
     marked = {i: node.meta["summed_over"] for i, node in inputs if "summed_over" in node.meta}
     if not marked:
         return run
@@ -203,12 +194,8 @@ def _partition(
 
 def aot_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
     """What AOTAutograd makes of a rewritten graph, for people to read; nothing runs."""
-    examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    marks = [bool(node.meta.get("requires_grad")) for node in gm.graph.find_nodes(op="placeholder")]
-    inputs = [
-        x.detach().requires_grad_(mark) if isinstance(x, Tensor) else x
-        for x, mark in zip(examples, marks, strict=True)
-    ]
+    pairs = [(node.meta["val"], needs_grad(node)) for node in inputs_of(gm.graph)]
+    inputs = [x.detach().requires_grad_(mark) if isinstance(x, Tensor) else x for x, mark in pairs]
     graphs: dict[str, fx.GraphModule] = {}
     try:
         compile_by_aot(gm, inputs, graphs)

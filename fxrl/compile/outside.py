@@ -17,6 +17,7 @@ from fxrl.compile.region_costs import Profiles, call_cost, eager_seconds, off_me
 from fxrl.ir.graph import (
     base_of,
     bound,
+    inputs_of,
     is_loss_head,
     is_tensor,
     is_view,
@@ -83,7 +84,7 @@ class Outside:
         self._runs, self._profiles, self._target, self._measure = runs, profiles, target, measure
         ops = [node for node in gm.graph.nodes if node.op == "call_function"]
         self.ahead, *between, self.behind = parts = _around(ops, runs)
-        weights = [node for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
+        weights = [node for node in inputs_of(gm.graph) if is_tensor(node)]
         trained = [node for node in weights if needs_grad(node)]
         states = _ADAM_STATES * self._bytes(trained) // state_shards
         shared = self._bytes(self._shared(self.ahead)) + self._buffers(ops)

@@ -24,7 +24,7 @@ from fxrl.compile.bodies.figures import Figures
 from fxrl.compile.outside import Between, Outside
 from fxrl.compile.region_costs import Profiles, as_chosen, away_bytes, call_cost, eager_seconds
 from fxrl.errors import PlanError
-from fxrl.ir.graph import hint, needs_grad, shape_of, val_of
+from fxrl.ir.graph import hint, inputs_of, needs_grad, shape_of, val_of
 from fxrl.ir.plan import Choice, CutLayer, Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
@@ -175,7 +175,7 @@ class StepChain:
     @cached_property
     def _batch(self) -> dict[Any, Any]:
         """The values that the symbols of the graph's inputs have in the batch."""
-        inputs = [node.meta.get("val") for node in self.gm.graph.find_nodes(op="placeholder")]
+        inputs = [node.meta.get("val") for node in inputs_of(self.gm.graph)]
         found = symbols_of(self.gm).items()
         return {symbol: sympy.Integer(hint(read(inputs))) for symbol, read in found}
 
@@ -265,7 +265,7 @@ class StepChain:
     def _symbol(self, dim: int) -> Any:
         """The symbol that is a dim of the largest input of token ids, [rows, tokens] or [tokens];
         None where it does not vary."""
-        inputs = [n.meta.get("val") for n in self.gm.graph.find_nodes(op="placeholder")]
+        inputs = [n.meta.get("val") for n in inputs_of(self.gm.graph)]
         ids = [v for v in inputs if isinstance(v, torch.Tensor) and v.dtype == torch.int64]
         ids = [v for v in ids if v.dim() > 0 and isinstance(v.shape[-1], torch.SymInt)]
         found = max(ids, key=lambda v: self.measure(volume(v)), default=None)
@@ -405,7 +405,7 @@ class StepChain:
     @cached_property
     def holding(self) -> frozenset[fx.Node]:
         """The weights that have a gradient."""
-        inputs = self.gm.graph.find_nodes(op="placeholder")
+        inputs = inputs_of(self.gm.graph)
         return frozenset(inputs[place] for place in self.held)
 
 
@@ -477,14 +477,14 @@ def batches_of(gm: fx.GraphModule) -> Callable[..., Batch]:
 
 def _trained(gm: fx.GraphModule) -> list[int]:
     """Places of the graph's inputs that get gradients."""
-    inputs = gm.graph.find_nodes(op="placeholder")
+    inputs = inputs_of(gm.graph)
     return [place for place, node in enumerate(inputs) if needs_grad(node)]
 
 
 def symbols_of(gm: fx.GraphModule) -> dict[Any, Callable[[Sequence[Any]], Any]]:
     """The symbols of a graph's inputs, and how each is read off the arguments."""
     found: dict[Any, Callable[[Sequence[Any]], Any]] = {}
-    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+    for place, node in enumerate(inputs_of(gm.graph)):
         value = node.meta.get("val")
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else (value,)):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:

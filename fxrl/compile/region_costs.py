@@ -14,7 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxrl.compile.bodies.figures import BodyProfile, Figures
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
-from fxrl.ir.graph import clone, is_call, is_tensor, is_view, memory_like, needs_grad, tensor_val
+from fxrl.ir.bodies import clone
+from fxrl.ir.graph import is_call, is_tensor, is_view, memory_like, needs_grad, tensor_val
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ir.region import Region, once_for_body
 from fxrl.ir.remark import Refusal

@@ -25,14 +25,13 @@ from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import FakeTensor, FakeTensorMode
 from fxrl.capture.captured_loss import CapturedLoss
-from fxrl.capture.lower import example_of
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
 from fxrl.errors import FxrlError
 from fxrl.inspect.evaluate import LossFn
 from fxrl.ir.capture_record import Capture
-from fxrl.ir.graph import hint
+from fxrl.ir.graph import example_of, hint
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.planner.budget import Limits

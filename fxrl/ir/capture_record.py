@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from fxrl.ir.bodies import clone
 from fxrl.ir.pipeline import Pipeline, Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
@@ -88,7 +89,7 @@ class Capture:
     def replay(self, watch: Callable[[str, fx.GraphModule, Report], None]) -> None:
         """Run the passes again and show each one's graph: they are pure, so it is what ran."""
         if self.lowered is not None and self.pipeline is not None:
-            self.pipeline.run(self.lowered, self.given, watch)
+            self.pipeline.run(clone(self.lowered), self.given, watch)
 
 
 def plan_of(captures: Sequence[Capture]) -> Plan:

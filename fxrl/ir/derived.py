@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxrl.ir.graph import add_input, val_of
+from fxrl.ir.graph import add_input, inputs_of, val_of
 
 Make = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -32,7 +32,7 @@ class Derived:
 
 def add_derived(gm: fx.GraphModule, source: fx.Node, make: Make) -> list[fx.Node]:
     """The inputs that hold ``make`` of an input; those that are there already, or new ones."""
-    inputs = gm.graph.find_nodes(op="placeholder")
+    inputs = inputs_of(gm.graph)
     place = inputs.index(source)
     known = {node.meta["derived"]: node for node in inputs if "derived" in node.meta}
     val: Any = val_of(source)
@@ -50,7 +50,7 @@ def add_derived(gm: fx.GraphModule, source: fx.Node, make: Make) -> list[fx.Node
 
 def derived_inputs(gm: fx.GraphModule) -> list[Derived]:
     """The inputs that were added to a graph, in order."""
-    inputs = gm.graph.find_nodes(op="placeholder")
+    inputs = inputs_of(gm.graph)
     return [node.meta["derived"] for node in inputs if "derived" in node.meta]
 
 

@@ -11,26 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import (
-    Any,
-    ClassVar,
-    Generic,
-    Self,
-    TypeVar,
-    final,
-    get_type_hints,
-)
+from typing import Any, ClassVar, Generic, Self, TypeVar, final, get_type_hints
 
 from torch import fx
 
 from fxrl.config import Config
 from fxrl.errors import ConfigError, did_you_mean
-from fxrl.ir.graph import (
-    eliminate_dead_code,
-    graphs_of,
-    propagate_requires_grad,
-    topological_sort,
-)
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import eliminate_dead_code, propagate_requires_grad, topological_sort
 from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import site_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from threading import local
 
 from fxrl.errors import MissedRewriteError
 from fxrl.ir.remark import Remark, RemarkKind, Report
@@ -29,24 +30,30 @@ def open_misses(report: Report) -> tuple[Remark, ...]:
     return tuple(found.values())
 
 
+class _Block(local):
+    """The block that a thread is in: what it will warn of, None where there is none."""
+
+    waiting: list[Remark] | None = None
+
+
 class Judge:
     """Warns or raises about sites that stay as they are, for one step, which tells of each once."""
 
     def __init__(self, on_miss: str) -> None:
         self._on_miss = on_miss
         self._told: set[Remark] = set()
-        self._waiting: list[Remark] | None = None  # until a block has ended
+        self._block = _Block()
 
     @contextmanager
     def after(self) -> Iterator[None]:
         """Warn when the block has ended: one that raises has that to say, and its captures may be
         of a batch that no step can do with, such as one that lacks a key."""
         waiting: list[Remark] = []
-        self._waiting = waiting
+        self._block.waiting = waiting
         try:
             yield
         finally:
-            self._waiting = None
+            self._block.waiting = None
         self._warn(waiting)
 
     def __call__(self, report: Report) -> None:
@@ -56,10 +63,10 @@ class Judge:
             return
         if self._on_miss == "error":
             raise MissedRewriteError("; ".join(map(str, misses)))
-        if self._waiting is None:
+        if self._block.waiting is None:
             self._warn(misses)
         else:
-            self._waiting += misses
+            self._block.waiting += misses
 
     def _warn(self, misses: Iterable[Remark]) -> None:
         for miss in misses:

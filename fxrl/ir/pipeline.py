@@ -1,4 +1,4 @@
-"""Runs passes over a graph: clone, run, check; between finding and acting the plan is made.
+"""Runs passes over a graph and checks each; between finding and acting the plan is made.
 
 The runner knows no pass by name. What ran is kept as data; the graphs before and after each pass
 are not: passes are pure, so whoever wants to see them (``dump``) runs the pipeline again.
@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxrl.ir.graph import clone
 from fxrl.ir.graph_pass import Miss, Pass, Site, Stage
 from fxrl.ir.plan import Choice, Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report, first_line
@@ -29,7 +28,7 @@ Found = list[tuple[Pass[Any], list[Site | Miss]]]
 class Rewritten:
     """The outcome of a pipeline on a graph."""
 
-    gm: fx.GraphModule  # the rewritten graph; the one that was given is as it was
+    gm: fx.GraphModule
     plan: Plan  # a choice for each site
     given: Plan  # the plan that the acting passes got: the caller's, and what the planner chose
     report: Report  # the passes' remarks, in order
@@ -61,22 +60,12 @@ class Pipeline:
         watch: Watch | None = None,
         planner: Planner | None = None,
     ) -> Rewritten:
-        """Run all passes on a copy of ``gm``.
+        """Run all passes over ``gm``, which is the caller's to change.
 
         ``plan`` decides about the sites that it names, the passes' options about all others, unless
         a ``planner`` makes the plan once all sites are found. ``watch`` sees the graph before the
         first pass and after each.
         """
-        return self.rewrite(clone(gm), plan, watch, planner)
-
-    def rewrite(
-        self,
-        gm: fx.GraphModule,
-        plan: Plan,
-        watch: Watch | None = None,
-        planner: Planner | None = None,
-    ) -> Rewritten:
-        """As ``run``, of ``gm`` itself, which is the caller's to change."""
         run = _Run(gm, plan, watch, GraphCheck(gm, values=self.check_values))
         run.told("", Report())
         stages = [[p for p in self.passes if p.stage == stage] for stage in Stage]

@@ -24,7 +24,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
 
-from fxrl.ir.graph import OpOverload
+from fxrl.ir.graph import OpOverload, example_of, inputs_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DYNAMO_NAME = re.compile(r"^[lg]_(?P<path>.*[^_])_+(?:_\d+)?$", re.IGNORECASE)
@@ -35,7 +35,7 @@ _MODULE_STEP = re.compile(r"_+(?:modules|parameters|buffers)_+")
 def print_graph(graph: fx.GraphModule | fx.Graph, *, device_numbers: bool = True) -> str:
     """``graph`` as stable text; submodules that it calls follow as ``@name:`` blocks.
 
-    Types come from ``meta["val"]`` (or Dynamo's ``"example_value"``). Without ``device_numbers``
+    Types come from ``example_of``. Without ``device_numbers``
     operands say ``cuda`` for ``cuda:1``, as processes with a GPU each have the same graph.
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
@@ -104,7 +104,7 @@ class _Printer:
         """Printed name of each node; a nicer name gives way where it would be ambiguous."""
         names = {node: node.name for node in graph.nodes}
         nicer = {}
-        for node in graph.find_nodes(op="placeholder"):
+        for node in inputs_of(graph):
             value = _value(node)
             is_symbol = isinstance(value, torch.SymInt) and value.node.expr.is_Symbol
             nicer[node] = self._symbols.text(value) if is_symbol else input_name(node.name)
@@ -180,9 +180,8 @@ class _Printer:
 
 def _value(node: fx.Node) -> Any:
     """What the node holds: a (fake) tensor, a symbol, a tuple of those, or None if unknown."""
-    for key in ("val", "example_value"):
-        if (value := node.meta.get(key)) is not None:
-            return value
+    if (value := example_of(node)) is not None:
+        return value
     if node.op == "get_attr" and node.graph.owning_module is not None:
         held = _attribute(node.graph.owning_module, str(node.target))
         return held if isinstance(held, torch.Tensor) else None

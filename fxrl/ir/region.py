@@ -25,7 +25,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from fxrl.ir.graph import graphs_of, is_call, propagate_requires_grad, reached
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import inputs_of, is_call, propagate_requires_grad, reached
 from fxrl.ir.printer import Symbols, print_graph
 from fxrl.ir.remark import Refusal
 
@@ -132,7 +133,7 @@ def _text(body: fx.GraphModule) -> str:
 
 def mark_grads(graph: fx.Graph, trained: Sequence[bool]) -> None:
     """Mark which values of a region's graph need a gradient, where these inputs do."""
-    for node, mark in zip(graph.find_nodes(op="placeholder"), trained, strict=True):
+    for node, mark in zip(inputs_of(graph), trained, strict=True):
         node.meta["requires_grad"] = mark
     propagate_requires_grad(graph)
 
@@ -145,7 +146,7 @@ def differentiated(forward: fx.GraphModule) -> list[bool]:
         return () if is_call(node, torch.ops.aten.detach.default) else node.all_input_nodes
 
     found = {*reached([forward.graph.output_node()], attached)}
-    return [node in found for node in forward.graph.find_nodes(op="placeholder")]
+    return [node in found for node in inputs_of(forward.graph)]
 
 
 def _signature(spec: InputSpec, symbols: Symbols, device: str) -> str:

@@ -18,7 +18,8 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from fxrl.ir.graph import graphs_of, reached
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import reached
 
 _KEY = "site"
 # An instance's own forward, as accelerate, TRL and layers captured once have: it holds the module.
@@ -67,7 +68,7 @@ def name_sites(gm: fx.GraphModule, where: str) -> None:
     for graph in graphs_of(gm):
         for node in graph.nodes:
             if node.op == "call_function":
-                name = f"{where}:{module_path(node)}/{op_name(node)}"
+                name = f"{where}:{module_path(node)}/{_bare_name(node)}"
                 seen[name] += 1
                 node.meta[_KEY] = name if seen[name] == 1 else f"{name}#{seen[name]}"
 
@@ -96,11 +97,11 @@ def site_name(node: fx.Node) -> str:
     for near in reached([node], lambda near: (*near.all_input_nodes, *near.users)):
         if _KEY in near.meta:
             found: str = near.meta[_KEY]
-            return found if near is node else f"{found}.{op_name(node)}"
+            return found if near is node else f"{found}.{_bare_name(node)}"
     return node.name
 
 
-def op_name(node: fx.Node) -> str:
+def _bare_name(node: fx.Node) -> str:
     """``mm`` of ``aten.mm.default``."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None:

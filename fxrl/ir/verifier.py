@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from fxrl.ir.graph import HigherOrderOperator, graphs_of, hint, memory_like
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import HigherOrderOperator, hint, inputs_of, memory_like
 from fxrl.ir.region import region_at
 
 
@@ -42,7 +43,7 @@ class GraphCheck:
                 self._check_values(graph, name, run)
 
     def _check_values(self, graph: fx.Graph, name: str, run: _Runner) -> None:
-        vals = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+        vals: list[Any] = [node.meta.get("val") for node in inputs_of(graph)]
         mode = next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
         if mode is None or mode.shape_env is None:
             return
@@ -77,7 +78,7 @@ class _Runner:
         body, inputs = region.forward, args[0]
         key = body, _layouts(inputs)
         if key not in self._made:
-            taken = [n.meta.get("val") for n in body.graph.find_nodes(op="placeholder")]
+            taken: list[Any] = [n.meta.get("val") for n in inputs_of(body.graph)]
             same = all(isinstance(x, Tensor) for x in taken) and _layouts(taken) == key[1]
             if same:
                 result = body.graph.output_node().args[0]

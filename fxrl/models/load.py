@@ -305,7 +305,6 @@ def _pretrained(
     seed: int,
     peers: Peers | None,
 ) -> tuple[Any, Any]:
-    hf = optional("transformers", f"loading {place}")
     tokenizer = _tokenizer(place, local=local)
     config = find_file(place, "config.json", local=local)
     source = place  # of the weights under an adapter, if there is one
@@ -329,6 +328,12 @@ def _pretrained(
         if adapter is not None:
             made.load_adapter(place)
         return made, tokenizer
+    return _whole(place, local=local, dtype=dtype, scalar_head=scalar_head, seed=seed), tokenizer
+
+
+def _whole(place: str, *, local: bool, dtype: Any, scalar_head: bool, seed: int) -> Any:
+    """A model as transformers loads it. Raises ``ModelError`` if weights are missing."""
+    hf = optional("transformers", f"loading {place}")
     labels = {"num_labels": 1} if scalar_head else {}
     with no_progress_bars(), torch.random.fork_rng(devices=[], enabled=scalar_head):
         if scalar_head:  # which the checkpoint may not have
@@ -350,7 +355,7 @@ def _pretrained(
             f"{missing[0]}, and would be random numbers; complete the download, or correct "
             "config.json"
         )
-    return model, tokenizer
+    return model
 
 
 def _check_held(place: str, what: str, *, scalar_head: bool, adapter: bool) -> None:

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fxrl.analysis.saved_tensors import read_later
@@ -26,7 +27,9 @@ from fxrl.ir.graph import (
     tensor_val,
 )
 from fxrl.planner.memory_profile import nbytes, workspace
-from fxrl.planner.schedule import Measure, aten, is_exchange, volume
+from fxrl.planner.schedule import Measure, is_exchange, volume
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)

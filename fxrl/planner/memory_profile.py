@@ -22,7 +22,6 @@ from fxrl.ops import dequantized, sharded
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
-    aten,
     is_attention,
     is_backward,
     is_dequantized,
@@ -33,6 +32,8 @@ from fxrl.planner.schedule import (
     tensors,
     volume,
 )
+
+aten = torch.ops.aten
 
 #: Bytes of an entry of a quantised weight while it is widened: in fp32 and in bf16 side by side.
 _WIDENING = 4 + 2

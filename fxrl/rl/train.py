@@ -70,7 +70,7 @@ def main(
                 with reporter.stage("importing PyTorch"):
                     from fxrl.losses.own_code import importable_from
                     from fxrl.rl.config.load import load_config
-                    from fxrl.rl.loop.run import Start
+                    from fxrl.rl.loop.prepare import Start
                     from fxrl.rl.trainer import Trainer
                 with importable_from(Path(config_path).parent, Path.cwd()):
                     with reporter.stage(READING):

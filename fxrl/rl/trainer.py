@@ -18,6 +18,7 @@ from fxrl.rl.callbacks import check_callbacks
 from fxrl.rl.config.load import config_of
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.loop import run as loop
+from fxrl.rl.loop.prepare import Start, prepare
 from fxrl.rl.loop.run import Outcome
 from fxrl.rl.report.progress import READING, Reporter, reporter_on
 
@@ -121,7 +122,7 @@ class Trainer:
                 the run failed, its state saved where possible.
             ConfigError: a second call with a model that was given itself.
         """
-        start = loop.Start(resume, accept_changes, overwrite)
+        start = Start(resume, accept_changes, overwrite)
         with (
             reporter_on(self._console, json=False) as reporter,
             self.prepared(reporter, start) as run,
@@ -129,7 +130,7 @@ class Trainer:
             return run()
 
     @contextmanager
-    def prepared(self, reporter: Reporter, start: loop.Start) -> Iterator[Callable[[], Outcome]]:
+    def prepared(self, reporter: Reporter, start: Start) -> Iterator[Callable[[], Outcome]]:
         """All that ``train`` does before it loads the model; the rest is what it yields. No other
         run can have ``run_dir`` in the block."""
         if self._trained_in_place:
@@ -137,7 +138,7 @@ class Trainer:
                 "this model was trained in place by an earlier call; load it anew and give it to "
                 "another Trainer, or give its name"
             )
-        prepared = loop.prepare(
+        prepared = prepare(
             self.config, reporter, start, callbacks=self.callbacks, tokenizer=self.tokenizer
         )
         with ExitStack() as held:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxrl.analysis.rows.analysis import HeadSite, analyse
 from fxrl.analysis.rows.emit import RowEmitter, body_graph
-from fxrl.ir.graph import topological_sort
+from fxrl.ir.graph import inputs_of, topological_sort
 from fxrl.ir.graph_pass import Miss
 from tests.passes.lowered import lowered
 
@@ -86,7 +86,7 @@ FAMILIES = {
         lambda z, x: torch.stack([z[:4], torch.zeros_like(z[:4]), z[2:]], 1)[1:].softmax(-1)[
             ..., 2
         ],
-        lambda z, x: torch.cat([z.new_ones(1, VOCAB), z[2:] + x.vector, z[:2] + x.vector]).amax(-1),
+        lambda z, x: torch.cat([z.new_ones(1, VOCAB).bool(), z[2:] + x.vector]).amax(-1),
         lambda z, x: F.pad(z.masked_fill(x.vector > 1, -9.0).log_softmax(-1), (0, 0, 1, 2))[1:].sum(
             -1
         ),
@@ -145,7 +145,7 @@ class Evaluate(torch.fx.Interpreter):
 
 
 def bound(gm, x):
-    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    names = [node.name for node in inputs_of(gm.graph)]
     return [next(v for key, v in x._asdict().items() if key in name) for name in names]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import build_region
 from fxrl.ir.region import InputSpec, Region
-from fxrl.ops.region import registered
+from fxrl.ops.region.kernels import registered
 
 
 def region_of(function, examples, tiled, needs_grad):

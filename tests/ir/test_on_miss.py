@@ -1,6 +1,7 @@
 """Which misses are open: one of a site's passes, and all that a capture says."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -45,12 +46,18 @@ def test_what_ends_in_an_error_warns_of_nothing_else():
             judge(report)
             raise KeyError
 
+    def in_another_thread():
+        with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError):
+            pool.submit(lacking).result()
+
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with pytest.raises(KeyError):
             lacking()
         assert not told
         with judge.after():
+            in_another_thread()
             judge(report)
+            in_another_thread()
             assert not told
     assert len(told) == 1

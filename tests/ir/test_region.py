@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fxrl.ops.region  # noqa: F401  # whose op a call is
+import fxrl.ops.region.op  # noqa: F401  # whose op a call is
 from fxrl.ir.region import InputSpec, Region, call_region, text_on_any_gpu
 
 

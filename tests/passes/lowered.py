@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from fxrl.capture.lower import lower
 from fxrl.compile.bodies.variants import build_region
+from fxrl.ir.graph import inputs_of
 from fxrl.ir.region import region_calls
 from fxrl.ir.site import name_sites
 from tests.graphs import normalised
@@ -51,7 +52,7 @@ def runnable(gm, options=None):
 
 def call(gm, options=None, **tensors):
     """Run a rewritten graph on tensors given by the names of the function's arguments."""
-    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    names = [node.name for node in inputs_of(gm.graph)]
     values = [next(v for key, v in tensors.items() if key in name) for name in names]
     result = runnable(gm, options)(*values)
     return result[0] if isinstance(result, (tuple, list)) else result

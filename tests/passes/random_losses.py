@@ -13,14 +13,11 @@ import torch.nn.functional as F
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fxrl.capture.lower import lower
 from fxrl.config import Config
+from fxrl.ir.graph import inputs_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Report
 from fxrl.ir.site import name_sites
@@ -293,7 +290,7 @@ def rewrite(
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     mode.cache_enabled = False  # as a step captures
-    placeholders = gm.graph.find_nodes(op="placeholder")
+    placeholders = inputs_of(gm.graph)
     for node, value in zip(placeholders, make_inputs(trained=trained), strict=True):
         rows = (
             DimDynamic.DUCK if dynamic and node.name not in ("weight", "weight2", "bias") else None

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fxrl.compile.bodies.variants import build_region
 from fxrl.config import Config
-from fxrl.ir.graph import is_call, modules_of
+from fxrl.ir.bodies import modules_of
+from fxrl.ir.graph import is_call
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import regions_of

@@ -13,6 +13,7 @@ from torch import nn
 import fxrl
 from fxrl.compile.region_costs import as_chosen, known_profiles
 from fxrl.ir.derived import DerivedInputs, derived_inputs
+from fxrl.ir.graph import inputs_of
 from fxrl.ir.plan import CutLayer, Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
@@ -64,7 +65,7 @@ def outlined_gated():
 def run(gm, *args):
     """What a rewritten graph of ``x``, ``w`` and a third gives; it takes them as they are used."""
     named = dict(zip(("l_x_", "l_w_", "l_b_"), args, strict=False))
-    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    names = [node.name for node in inputs_of(gm.graph)]
     given = [named[name] for name in names if name in named]
     return runnable(gm)(*given, *DerivedInputs().of(derived_inputs(gm), given))[0]
 

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fxrl
-from fxrl.ir.graph import CALL_LAYER, clone
+from fxrl.ir.bodies import CALL_LAYER, clone
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls
 from fxrl.passes.inline_layers import InlineLayers

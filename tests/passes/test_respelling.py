@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
+from fxrl.ir.graph import inputs_of
 from fxrl.ir.printer import print_graph
 from fxrl.passes import REGISTRY
 from fxrl.passes.differentiate_copies import DifferentiateCopies
@@ -38,7 +39,7 @@ def rewritten(one, function, *args):
 
 def assert_equals_eager(gm, function, args):
     inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    names = [n.name for n in gm.graph.find_nodes(op="placeholder") if "val" in n.meta]
+    names = [n.name for n in inputs_of(gm.graph) if "val" in n.meta]
     assert len(names) >= len(inputs)
     given = dict(zip(function.__code__.co_varnames, args, strict=False))
     values = [next(v for k, v in given.items() if f"_{k}_" in f"_{n.lower()}_") for n in names]

@@ -10,7 +10,8 @@ from torch import nn
 
 from fxrl.config import Config
 from fxrl.errors import ConfigError
-from fxrl.ir.graph import graphs_of
+from fxrl.ir.bodies import graphs_of
+from fxrl.ir.graph import inputs_of
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ops.context_parallel import join_group
@@ -45,7 +46,7 @@ def test_applied():
     gathered = calls(gm, "gather_tokens")
     assert len(gathered) == 2  # log-probabilities and entropies
     assert all(node.meta["val"].dim() == 2 for node in gathered)
-    marked = [n for n in gm.graph.find_nodes(op="placeholder") if "summed_over" in n.meta]
+    marked = [n for n in inputs_of(gm.graph) if "summed_over" in n.meta]
     assert len(marked) == len(list(Model(layers=2).parameters())) - 2  # no value head here
 
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from fxrl.analysis.constants import filled_with_whole
 from fxrl.analysis.rows.expr import RowExpr, spelled
 from fxrl.ir.graph import (
     COPIES,
     RESHAPES,
     OpOverload,
-    as_node,
     bound,
     draws_random,
     is_call,
@@ -57,7 +57,6 @@ _VIEWS = (
     *(*RESHAPES, *COPIES, aten.unsqueeze.default),
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
-_FILLED = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default)
 _WIDEST = 2**24  # numbers that are tried
 
 
@@ -115,7 +114,7 @@ def _read(ids: Any) -> _Ids:
     node = skip_whole_slices(ids)
     while is_call(node, *_VIEWS) and not val_of(node).is_floating_point():
         node = skip_whole_slices(node.args[0])
-    constant = _constant(node)
+    constant = filled_with_whole(node)
     if constant is not None:
         return _read(constant)
     one_mask = node.target is not aten.index_put.default or _is_masked(node)
@@ -163,7 +162,7 @@ def _is_entrywise(node: fx.Node) -> bool:
     """Whether each entry of a value is computed from one entry of its operands."""
     if node.op != "call_function" or node.target not in _PIECEWISE:
         return False
-    sizes = {numel_hint(arg) for arg in node.all_input_nodes if _constant(arg) is None}
+    sizes = {numel_hint(arg) for arg in node.all_input_nodes if filled_with_whole(arg) is None}
     return all(map(is_tensor, node.all_input_nodes)) and sizes <= {numel_hint(node)}
 
 
@@ -173,22 +172,7 @@ def _is_masked(node: fx.Node) -> bool:
     masks = given["indices"]
     mask = tensor_val(masks[0]) if len(masks) == 1 else None
     whole = mask is not None and mask.dtype == torch.bool and mask.dim() == val_of(node).dim()
-    return whole and not given["accumulate"] and _constant(given["values"]) is not None
-
-
-def _constant(node: Any) -> int | None:
-    """The whole number that a tensor is filled with."""
-    if is_call(node, aten.zeros.default, aten.zeros_like.default):
-        return 0
-    if is_call(node, *_FILLED):
-        given = bound(node)
-        filling = given["s"] if "s" in given else given["fill_value"]
-        return int(filling) if isinstance(filling, (bool, int)) else None
-    if is_call(node, aten.lift_fresh_copy.default):
-        held: Any = getattr(node.graph.owning_module, str(as_node(node.args[0]).target), None)
-        plain = type(held) is Tensor and held.numel() == 1 and not held.is_floating_point()
-        return int(held) if plain else None
-    return None
+    return whole and not given["accumulate"] and filled_with_whole(given["values"]) is not None
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -25,6 +25,7 @@ from fxrl.analysis.rows.heads import (
     narrow_heads,
 )
 from fxrl.analysis.rows.rules import RowRules, Rule
+from fxrl.ir.bodies import WITH_GRADIENT
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     COPIES,
@@ -34,7 +35,6 @@ from fxrl.ir.graph import (
     QUANTIZED_PRODUCTS,
     RESHAPES,
     TRANSPOSES,
-    WITH_GRADIENT,
     ancestors,
     hint,
     is_call,

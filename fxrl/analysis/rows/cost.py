@@ -11,7 +11,8 @@ from torch import fx
 from fxrl.analysis.layers import is_product
 from fxrl.analysis.rows.analysis import HeadSite, RowOutput
 from fxrl.analysis.saved_tensors import read_later
-from fxrl.ir.graph import WITH_GRADIENT, base_of, hint, is_call, is_tensor, nbytes, tensor_val
+from fxrl.ir.bodies import WITH_GRADIENT
+from fxrl.ir.graph import base_of, hint, inputs_of, is_call, is_tensor, nbytes, tensor_val
 from fxrl.ir.region import InputSpec
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ def made_in_forward(
     body: fx.GraphModule, inputs: Sequence[InputSpec], outputs: Sequence[RowOutput]
 ) -> bool:
     """Whether a tile's forward can make the gradients that its backward will only scale (see
-    ``fxrl.ops.region.new_vectors``), and runs fewer products so.
+    ``fxrl.ops.region.tiles.new_vectors``), and runs fewer products so.
 
     It can where rows alone are trained, each output that is differentiated has one number per row,
     and no gradient is the user's own: those need not be linear in what comes in. With K such
@@ -76,7 +77,7 @@ def made_in_forward(
 def _products_back(body: fx.GraphModule, inputs: Sequence[InputSpec]) -> int:
     """How many products a body's gradients take: one for each operand that leads to an input that
     needs one."""
-    places = zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    places = zip(inputs_of(body.graph), inputs, strict=True)
     leads = {node for node, spec in places if spec.needs_grad}
     count = 0
     for node in body.graph.nodes:

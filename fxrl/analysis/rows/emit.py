@@ -16,17 +16,9 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows.expr import GivenGradient, Leaf, RowExpr, RowStep, RowValue, walk
+from fxrl.ir.bodies import WITH_GRADIENT
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import (
-    WITH_GRADIENT,
-    Size,
-    has_hint,
-    hint,
-    is_call,
-    shape_of,
-    spelled_alike,
-    val_of,
-)
+from fxrl.ir.graph import Size, has_hint, hint, is_call, shape_of, spelled_alike, val_of
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 

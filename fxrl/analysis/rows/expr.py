@@ -96,7 +96,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenGradient:
-    """What an expression calls for values whose gradient is given; see ``ir.graph.WITH_GRADIENT``.
+    """What an expression calls for values whose gradient is given; see ``ir.bodies.WITH_GRADIENT``.
 
     Its operands are the inputs that get a gradient, the values, and what ``backward`` reads.
     """

@@ -17,24 +17,9 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows.emit import body_graph
-from fxrl.analysis.rows.expr import (
-    TOKEN,
-    GivenGradient,
-    Leaf,
-    RowExpr,
-    RowValue,
-    map_exprs,
-    walk,
-)
+from fxrl.analysis.rows.expr import TOKEN, GivenGradient, Leaf, RowExpr, RowValue, map_exprs, walk
 from fxrl.analysis.rows.rules import RowRules, Rows, operand, shared_leaf, static
-from fxrl.ir.graph import (
-    Size,
-    ancestors,
-    is_call,
-    is_tensor,
-    needs_grad,
-    shape_of,
-)
+from fxrl.ir.graph import Size, ancestors, inputs_of, is_call, is_tensor, needs_grad, shape_of
 from fxrl.ir.remark import Refusal
 
 
@@ -110,7 +95,7 @@ class _Backward:
     def __init__(self, rules: RowRules, backward: fx.GraphModule, given: Sequence[Any]) -> None:
         self._rules = rules
         self._leaves: list[RowExpr | None] = []  # of each argument
-        arguments = backward.graph.find_nodes(op="placeholder")
+        arguments = inputs_of(backward.graph)
         for node, seen in zip(arguments, given, strict=True):
             leaf = None
             if isinstance(seen, RowValue):

@@ -12,13 +12,12 @@ import torch
 from torch import fx
 
 from fxrl.analysis.layers import layer_path
+from fxrl.ir.bodies import AUTOGRAD_FUNCTION, WRAPPERS
 from fxrl.ir.graph import (
-    AUTOGRAD_FUNCTION,
     COPIES,
     FP8_LINEAR,
     MATRIX_PRODUCTS,
     PRODUCTS,
-    WRAPPERS,
     HigherOrderOperator,
     ancestors,
     base_of,

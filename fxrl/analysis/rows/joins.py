@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrl.analysis.constants import filled_with
 from fxrl.analysis.rows.expr import LOCAL, PATCHED, TOKEN, RowExpr, RowStep, RowValue, Tag, leaves
 from fxrl.analysis.rows.layout import (
     from_the_start,
@@ -32,26 +33,14 @@ from fxrl.analysis.rows.rules import (
     RowRules,
     Rows,
     is_one,
-    op_name,
+    one_per_row,
     operand,
     shared_leaf,
     slice_bounds,
     sole_row,
     static,
 )
-from fxrl.ir.graph import (
-    COPIES,
-    RESHAPES,
-    Size,
-    as_node,
-    bound,
-    has_hint,
-    hint,
-    is_call,
-    is_view,
-    shape_of,
-    val_of,
-)
+from fxrl.ir.graph import COPIES, RESHAPES, Size, bound, has_hint, hint, op_name, shape_of, val_of
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -85,10 +74,10 @@ def _joined_rows(rules: RowRules, node: fx.Node, dim: int) -> RowValue | None:
     """Rows of one computation side by side in a token dim, also with blank ones; None where the
     parts are computed in different ways, or are the same rows."""
     items, stacks = bound(node)["tensors"], node.target is aten.stack.default
-    fills = {fill for item in items if (fill := _filling(item)) is not None}
+    fills = {fill for item in items if (fill := filled_with(item)) is not None}
     rows: dict[fx.Node, RowValue] = {}
     for item in items:
-        if _filling(item) is not None:
+        if filled_with(item) is not None:
             continue
         row = _as_wide(rules, item, node)
         if row is not None and not stacks:
@@ -178,23 +167,6 @@ def _counts(size: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------- blank rows
-def _filling(item: fx.Node) -> float | None:
-    """The number that a value is, of any tokens; None if it is no constant."""
-    while is_view(item):
-        item = as_node(item.args[0])
-    filled = aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar
-    if is_call(item, *filled):
-        number = bound(item).get("fill_value", bound(item).get("value"))
-        return float(number) if isinstance(number, (int, float)) else None
-    if is_call(item, aten.ones.default, aten.ones_like.default, aten.new_ones.default):
-        return 1
-    return 0 if is_call(item, *_ZEROS) else None
-
-
-_ZEROS = (
-    *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default),
-    *(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default),  # or any number
-)
 #: What is zero where its first operand is.
 _KEEP_ZEROS = (
     *(aten.mm.default, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh.default),
@@ -249,7 +221,7 @@ def _keeping(rules: RowRules, value: RowValue, fill: Any) -> RowValue | None:
     ones += [(aten.select.int, (rank, 0)) for _ in rows.local_sizes]
     ones += [(aten.ones_like.default, ())]
     mask = rules.pool.leaf(replace(rows, prepare=(*rows.prepare, *ones), local_sizes=()))
-    mask = rules.pool.call(aten.reshape.default, mask, (-1, *(1,) * len(value.local_sizes)))
+    mask = one_per_row(rules, mask, value)
     blank = rules.pool.call(aten.le.Scalar, mask, 0)
     expr = rules.pool.call(aten.masked_fill.Scalar, value.expr, blank, fill)
     return RowValue(expr, value.tags, value.sizes)
@@ -322,7 +294,7 @@ def _placed(rules: RowRules, node: fx.Node) -> RowValue:
     followed = dims == list(range(len(dims))) and not (masked and len(spans) > 1)
     rows = (True,) * rank + (False,) * (len(sizes) - len(dims))
     if value is not None and value.tokens == rows:
-        value = _keeping(rules, value, _filling(given["self"]))
+        value = _keeping(rules, value, filled_with(given["self"]))
     else:
         value = None
     if value is None or not followed or given["accumulate"]:
@@ -337,9 +309,7 @@ def _write_entries(rules: RowRules, node: fx.Node, value: RowValue, ids: fx.Node
     """One entry of each row overwritten, or added to."""
     given, rows = bound(node), value.sizes[:1]
     at, written = (
-        rules.pool.call(
-            aten.reshape.default, operand(rules, one, (TOKEN,), rows, each=True), (-1, 1)
-        )
+        one_per_row(rules, operand(rules, one, (TOKEN,), rows, each=True), value)
         for one in (ids, given["values"])
     )
     at = from_the_start(rules, at, value.sizes[1])
@@ -414,7 +384,7 @@ def _among_blank(rules: RowRules, node: fx.Node) -> RowValue | None:
     dim = given["dim"] % len(sizes)
     if row is None or not row.wide:
         return None
-    if (fill := _filling(given["self"])) is not None:
+    if (fill := filled_with(given["self"])) is not None:
         old = None
     elif old is not None and (kind := _last_step(old.expr)) in ("zeros", "stack"):
         fill, old = _blank(old.expr), old if kind == "stack" else None

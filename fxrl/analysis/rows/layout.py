@@ -1,4 +1,4 @@
-"""Row rules of what moves values: views, slices, joins, indexing, and writes into a part.
+"""Row rules of what moves values: views, slices, indexing, and writes into columns.
 
 What happens on local dims happens inside the row program; what picks or permutes tokens becomes a
 ``RowStep`` and leaves it; what merges tokens with local dims is refused.
@@ -11,21 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.rows.expr import (
-    LOCAL,
-    TOKEN,
-    Leaf,
-    RowExpr,
-    RowStep,
-    RowValue,
-    Tag,
-)
+from fxrl.analysis.rows.expr import LOCAL, TOKEN, Leaf, RowExpr, RowStep, RowValue, Tag
 from fxrl.analysis.rows.rules import (
     RowRules,
     Rows,
     dims_of,
     is_one,
-    op_name,
+    one_per_row,
     operand,
     shared_leaf,
     slice_bounds,
@@ -40,6 +32,7 @@ from fxrl.ir.graph import (
     has_hint,
     hint,
     is_call,
+    op_name,
     shape_of,
     tensor_val,
     val_of,
@@ -372,8 +365,7 @@ def _fill_tokens(rules: RowRules, node: fx.Node, value: RowValue, dim: int) -> R
         (aten.reshape.default, (lined,)),
         (aten.expand.default, (tokens,)),
     )
-    mask = rules.pool.leaf(Leaf(given["index"], listed, tokens))
-    mask = rules.pool.call(aten.reshape.default, mask, (-1, *(1,) * len(value.local_sizes)))
+    mask = one_per_row(rules, rules.pool.leaf(Leaf(given["index"], listed, tokens)), value)
     filling = given["value"]
     if tensor_val(filling) is None:
         filled = rules.pool.call(aten.masked_fill.Scalar, value.expr, mask, filling)
@@ -473,7 +465,7 @@ def _index_tokens(
         raise Refusal("one entry per row is picked, and other dims are kept")
     picks = operand(rules, local[0][1], row_tags, sizes, each=True)
     picks = from_the_start(rules, picks, value.local_sizes[0])
-    picks = rules.pool.call(aten.reshape.default, picks, (-1, 1))
+    picks = one_per_row(rules, picks, value)
     gathered = rules.pool.call(aten.gather.default, expr, 1, picks)
     entry = rules.pool.call(aten.select.int, gathered, 1, 0)
     return normalised(rules, RowValue(entry, row_tags, sizes))

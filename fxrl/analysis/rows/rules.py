@@ -44,6 +44,7 @@ from fxrl.ir.graph import (
     is_call,
     is_pointwise,
     is_tensor,
+    op_name,
     shape_of,
     spelled_alike,
     val_of,
@@ -129,13 +130,6 @@ class RowRules:
             return RowValue(expr, tags, tuple(val.shape))
         items = (self.pool.call(operator.getitem, expr, index) for index in range(len(val)))
         return tuple(RowValue(i, tags, tuple(x.shape)) for i, x in zip(items, val, strict=True))
-
-
-def op_name(node: fx.Node) -> str:
-    """The name of what a node calls, for messages."""
-    target = node.target
-    is_op = isinstance(target, OpOverload)
-    return str(target) if is_op else str(getattr(target, "__name__", target))
 
 
 def sole_row(rules: RowRules, node: fx.Node) -> RowValue:
@@ -296,6 +290,12 @@ def _row_operand(
     if spelled_alike(value.local_sizes, shape):
         return value.expr
     return rules.pool.call(aten.reshape.default, value.expr, (-1, *map(static, shape)))
+
+
+def one_per_row(rules: RowRules, expr: RowExpr, value: RowValue) -> RowExpr:
+    """A number for each row, so shaped that it broadcasts against the local dims of ``value``."""
+    sizes = (-1, *(1,) * len(value.local_sizes))
+    return rules.pool.call(aten.reshape.default, expr, sizes)
 
 
 def _pairs_tokens() -> Refusal:

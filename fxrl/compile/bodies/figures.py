@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from fxrl.compile.bodies.variants import CompiledRegion
-from fxrl.ir.graph import Size, bound, is_call, val_of
-from fxrl.ops.region import sum_dtype, tile_bounds
+from fxrl.ir.graph import Size, bound, inputs_of, is_call, val_of
+from fxrl.ops.region.tiles import sum_dtype, tile_bounds
 from fxrl.planner.cost import seconds
 from fxrl.planner.memory_profile import MemoryProfile, nbytes, tensor_bytes
 from fxrl.planner.schedule import Kernel, Measure, kernels, result, volume
@@ -28,7 +28,7 @@ class Figures:
     backward_bytes: int  # peak of the backward, its incoming gradients included
     forward_s: float
     backward_s: float
-    # Source (as in ``ops.region.Later``) and bytes of each tensor that the backward reads.
+    # Source (as in ``ops.region.kernels.Later``) and bytes of each tensor that the backward reads.
     saved: tuple[tuple[tuple[str, int], int], ...]
     again_bytes: int = 0  # peak of what groups sum again
     again_s: float = 0.0
@@ -141,7 +141,7 @@ class BodyProfile:
         gm, sources = self._forward.gm, self._built.traced.sources
         (output,) = gm.graph.find_nodes(op="output")
         places: dict[str, Any] = {
-            "input": gm.graph.find_nodes(op="placeholder"),
+            "input": inputs_of(gm.graph),
             "output": output.args[0],
         }
         named = [(result(places[kind][i]), (kind, i)) for kind, i in sources if kind in places]

@@ -27,19 +27,20 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrl.analysis.layers import is_product
 from fxrl.compile._torch import functorch_config, min_cut_rematerialization_partition
 from fxrl.compile.bodies.attention import KERNELS
+from fxrl.ir.bodies import graph_module
 from fxrl.ir.graph import (
     PIECEWISE_PRODUCTS,
     Size,
     ancestors,
     as_node,
-    graph_module,
+    inputs_of,
     is_call,
     is_view,
     val_of,
 )
 from fxrl.ir.region import Cut
 from fxrl.ir.sizes import SizeTable
-from fxrl.ops.region import Source, lookup
+from fxrl.ops.region.kernels import Source, lookup
 
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
@@ -59,7 +60,7 @@ _WEIGHED: dict[Cut, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """The two graphs, and where the backward's arguments are from (see ``ops.region.Body``)."""
+    """The two graphs, and where the backward's arguments are from: ``ops.region.kernels.Body``."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
@@ -138,7 +139,7 @@ def _run_again(
     (output,) = joint.graph.find_nodes(op="output")
     outputs, grads = output.args[0][:num_outputs], output.args[0][num_outputs:]
     late = _backward_of(joint)
-    inputs = [n for n in joint.graph.find_nodes(op="placeholder") if n not in late]
+    inputs = [n for n in inputs_of(joint.graph) if n not in late]
     forward = [*inputs, *_needed(outputs, set(joint.graph.nodes) - set(inputs))]
     kept = {node for node in forward if but_products and is_product(node)}
     return _graph_of(joint, forward, outputs), _late(joint, grads, kept)
@@ -214,7 +215,7 @@ class _Settling:
         self.forward, self.backward, self._sum_again = forward, backward, sum_again
         (self._output,) = forward.graph.find_nodes(op="output")
         self._nodes = {node.name: node for node in forward.graph.nodes}
-        self._inputs = forward.graph.find_nodes(op="placeholder")
+        self._inputs = inputs_of(forward.graph)
         self._results: list[Any] = list(self._output.args[0])[:num_outputs]
         # Of the backward's graph: what stands for the forward's values, by name; what it computes;
         # its sums over groups, by the forward's call.
@@ -230,7 +231,7 @@ class _Settling:
         sources: list[Source] = []
         sizes: list[Size] = []
         grads = 0
-        for node in self.backward.graph.find_nodes(op="placeholder"):
+        for node in inputs_of(self.backward.graph):
             if _is_gradient(node):
                 sources.append(("grad", int(str(node.target).rpartition("_")[2]) - 1))
                 grads += 1
@@ -255,7 +256,7 @@ class _Settling:
         values of one product) and of what is summed again, keep the values that own their memory.
         """
         graph = self.backward.graph
-        given = graph.find_nodes(op="placeholder")
+        given = inputs_of(graph)
         self._again = {node.name: node for node in graph.nodes if node.op != "placeholder"}
         rest = next(iter(self._again.values()))
         views = [n for n in given if n.name in self._nodes and self._is_made(self._nodes[n.name])]
@@ -318,7 +319,7 @@ class _Settling:
         """
         graph = self.backward.graph
         rest = next(node for node in graph.nodes if node.op != "placeholder")
-        given = graph.find_nodes(op="placeholder")
+        given = inputs_of(graph)
         made = [n for n in given if isinstance(n.meta.get("val"), torch.SymInt)]
         made = [node for node in made if _symbol(node.meta["val"]) is None]
         told = {_symbol(size) for node in given if node not in made for size in _dims(node)}
@@ -328,7 +329,7 @@ class _Settling:
         for symbol in sorted((read & sizes.keys()) - told, key=str):
             with graph.inserting_before(next(iter(graph.nodes))):
                 graph.placeholder(f"size_{symbol}").meta["val"] = sizes[symbol]
-        table = SizeTable(graph, [n for n in graph.find_nodes(op="placeholder") if n not in made])
+        table = SizeTable(graph, [n for n in inputs_of(graph) if n not in made])
         for node in made:
             with graph.inserting_before(rest):
                 size = table.find(node.meta["val"])

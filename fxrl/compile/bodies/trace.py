@@ -39,15 +39,8 @@ from fxrl.compile._torch import (
 )
 from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, outputs_again, partition
-from fxrl.ir.graph import (
-    Size,
-    clone,
-    hint,
-    share_repeats,
-    spelled_alike,
-    tensor_val,
-    writes,
-)
+from fxrl.ir.bodies import clone
+from fxrl.ir.graph import Size, hint, share_repeats, spelled_alike, tensor_val, writes
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import InputSpec, Region
@@ -68,7 +61,7 @@ class TracedBody:
         decomposed: they are of Inductor's own ops.
         bound: the sizes that vary.
         forward, backward: the halves; ``backward`` is None without a gradient.
-        sources: where each argument of ``backward`` is from; see ``ops.region.Body``.
+        sources: where each argument of ``backward`` is from; see ``ops.region.kernels.Body``.
         sizes: the sizes that ``backward`` takes, in this body's symbols.
         again, again_sources, again_sizes: the outputs of what groups keep; None if they keep none.
         num_outputs: outputs of the region itself.
@@ -188,7 +181,7 @@ class TracedBody:
         """Run passes over a graph that is this body's own."""
         name_sites(gm, self.region.id)
         with self.mode:
-            self.rewrites += pipeline.rewrite(gm, self._plan).rewrites
+            self.rewrites += pipeline.run(gm, self._plan).rewrites
 
     # -- sizes
     def serves(self, sizes: Mapping[str, int]) -> bool:

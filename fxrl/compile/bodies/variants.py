@@ -22,23 +22,23 @@ from fxrl.compile._torch import keeps_graph
 from fxrl.compile.bodies.attention import allowed, calls_attention, kernels_of
 from fxrl.compile.bodies.inductor import InductorOptions, begin_body, generated_source
 from fxrl.compile.bodies.trace import TracedBody
-from fxrl.ir.graph import Size, clone, val_of
+from fxrl.ir.bodies import clone
+from fxrl.ir.graph import Size, val_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, regions_of
-from fxrl.ops.region import (
+from fxrl.ops.region.groups import group_part, side_by_side
+from fxrl.ops.region.kernels import (
     Body,
     Later,
     RegionKernels,
     Source,
     Strides,
     TensorFunction,
-    group_part,
-    new_vectors,
     read_of,
     register,
     registered,
-    side_by_side,
 )
+from fxrl.ops.region.tiles import new_vectors
 
 aten = torch.ops.aten
 

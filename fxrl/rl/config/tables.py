@@ -19,7 +19,7 @@ from torch import nn
 
 from fxrl.config import Config
 from fxrl.engines.vllm.options import VllmOptions
-from fxrl.losses import LossInfo, loss_info
+from fxrl.losses import LossFn, LossInfo, loss_info
 from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.lora import StoredAdapter, stored_adapter
@@ -708,17 +708,20 @@ class TrainConfig(Options):
                 'loss.vllm_importance_sampling_mode="token_truncate"'
             )
 
+    def make_loss(self, teacher: nn.Module | None = None) -> LossFn:
+        """The loss of ``[loss]``, as ``[sampling]`` draws what it reads."""
+        loss, sampling = self.loss, self.sampling
+        return build_loss(
+            loss.name,
+            loss.options,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            teacher=teacher,
+        )
+
     def loss_info(self) -> LossInfo:
         """What the loss says of itself."""
-        sampling = self.sampling
-        return loss_info(
-            build_loss(
-                self.loss.name,
-                self.loss.options,
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-            )
-        )
+        return loss_info(self.make_loss())
 
     @property
     def needs_reference(self) -> bool:

@@ -144,9 +144,10 @@ def _batch(parts: RunParts, unit: Sequence[TokenRow], rows: int, device: torch.d
     dtype = torch.promote_types(next(parts.model.parameters()).dtype, torch.float32)
     many = [*unit] * (rows // len(unit))
     [batch] = make_batches(many, [range(rows)], pad_token_id=0, device=device, dtype=dtype)
-    scored = {"old_logps": parts.old_policy, "ref_logps": parts.reference}
+    scorers = parts.scorers
+    scored = {"old_logps": scorers.old_policy, "ref_logps": scorers.reference}
     names = [name for name, scorer in scored.items() if scorer is not None]
-    if parts.critic is not None:
+    if scorers.critic is not None:
         names += ["old_logps", "values", "advantages", "returns"]
         del batch["rewards"]
     return batch | dict.fromkeys(names, torch.zeros_like(batch["completion_mask"]))

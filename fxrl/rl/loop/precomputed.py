@@ -27,7 +27,7 @@ from fxrl.rl.data.questions import Split
 from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.fingerprint import changes, of_tensors, of_tokens
-from fxrl.rl.loop.trainer import scored_batches
+from fxrl.rl.loop.iteration import scored_batches
 from fxrl.rl.report.progress import Reporter, Say, told
 from fxrl.rl.types import Experience, TokenRow
 
@@ -66,8 +66,8 @@ def precompute(config: TrainConfig, parts: RunParts, run_dir: Path, reporter: Re
         for units in (data.split.train, data.split.held_out)
     )
     parts.data = parts.source = dataclasses.replace(data, split=Split(train, held_out))
-    if parts.mismatched is None:
-        parts.reference = None
+    if parts.scorers.mismatched is None:
+        parts.scorers.reference = None
 
 
 def _units(data: Examples) -> tuple[Unit, ...]:
@@ -78,7 +78,8 @@ def _scored(config: TrainConfig, parts: RunParts, say: Say) -> Tensor:
     """Log-probabilities of all rows, concatenated, one per token of a completion."""
     data = parts.data
     assert isinstance(data, Examples)
-    alone, units = dataclasses.replace(parts, mismatched=None), _units(data)
+    scorers, units = dataclasses.replace(parts.scorers, mismatched=None), _units(data)
+    alone = dataclasses.replace(parts, scorers=scorers)
     found: list[Tensor] = []
     for start in range(0, len(units), data.per_step):
         say(f"{len(found)} of {len(units) * data.rows_each} rows")

@@ -15,250 +15,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import random
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from fxrl import TrainStep
 from fxrl.distributed import RankError
 from fxrl.engines.ledger import ledger_of
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.files import write_text
-from fxrl.losses.reduce import masked_sum
-from fxrl.models.lora import is_adapted
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
-from fxrl.rl.drift import DriftWatch, measured, probe_rows
+from fxrl.rl.drift import DriftWatch
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop import checkpoint, store
-from fxrl.rl.loop.advantages import add_advantages
-from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_ranks
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest
+from fxrl.rl.loop.iteration import TrainingIteration, hand_over, scored_batches
 from fxrl.rl.loop.outlook import share_limits
-from fxrl.rl.loop.updater import extreme
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
 from fxrl.rl.report.page import note, try_to_write_page
-from fxrl.rl.report.progress import Reporter, Say, told
-from fxrl.rl.report.timing import Clock
-from fxrl.rl.types import Batch, Experience, Metrics, TokenRow, TrainerState
-
-
-class TrainingIteration:
-    """Step ``number`` of a run, and how far it has come.
-
-    Attributes:
-        updated: a weight has changed, or may have.
-        trained: all updates are made.
-        experience: what it trains on, once that is there.
-        engine_state: the sampler's, after them.
-    """
-
-    def __init__(self, config: TrainConfig, parts: RunParts, number: int) -> None:
-        self.config, self.parts, self.number = config, parts, number
-        self.device = next(parts.model.parameters()).device
-        ledger = ledger_of(parts.engine)
-        self.clock = Clock(self.device, ledger.given_back) if ledger else Clock(self.device)
-        self.trained, self._begun = False, parts.updater.num_begun
-        self.record: dict[str, Any] = {"step": number}
-        self.experience: Experience | None = None
-        self.engine_state: dict[str, Any] = {}
-
-    @property
-    def updated(self) -> bool:
-        return self.parts.updater.num_begun > self._begun
-
-    def run(self) -> Experience:
-        """The whole step. Raises ``FxrlError`` if something fails; the attributes then say how far
-        it got."""
-        clock, parts, config = self.clock, self.parts, self.config
-        self._seed_other_ranks()
-        found = self.experience = parts.source.experience(self._take, self._state, clock)
-        self.engine_state = parts.engine.state_dict()
-        parts.events("on_rollout_end", self._state(), rollout=found)
-        with ExitStack() as standby:
-            with clock.phase("release"):
-                standby.enter_context(parts.engine.standby())
-            with clock.phase("score"), self._doing("scoring: making micro-batches") as say:
-                batches, padding = scored_batches(config, parts, found, say)
-                self.record |= padding
-            words = f"{found.num_tokens} tokens in micro-batches: {len(batches)}"
-            with clock.phase("train"), self._doing(f"training: {words}"):
-                # Dynamic sampling may have dropped every group.
-                updates = self._updates(batches) if found.rows else [parts.updater.no_update()]
-            self.trained = True
-            self.record |= mean_of(updates) | found.metrics
-            with clock.phase("wake"):
-                standby.close()
-        with clock.phase("sync"):
-            hand_over(parts, parts.engine.policy_version + 1)
-        self.add_times()
-        return found
-
-    def add_times(self) -> None:
-        """Puts the seconds up to now into the record."""
-        times = self.clock.metrics()
-        self.record |= times
-        if self.experience is not None:
-            drawn = self.experience.num_completion_tokens
-            self.record["tokens_per_second"] = drawn / times["step_time"]
-        self.record |= {f"engine/{k}_s": v for k, v in self.parts.engine.timings.items()}
-        if self.device.type == "cuda":
-            self.record["memory/peak_bytes"] = max(self.clock.bytes.values(), default=0)
-
-    def add_of_all_ranks(self) -> None:
-        """What is another number on each rank: the most of any."""
-        ranks = self.parts.ranks
-        if ranks.size > 1:
-            self.record |= {"ranks/wait_s": ranks.wait_s, "ranks/exposed_s": ranks.exposed_s}
-            ranks.wait_s = ranks.exposed_s = 0.0
-            names = [n for n in self.record if n.startswith(("ranks/", "memory/"))]
-            each = ranks.gather([self.record[name] for name in names])
-            self.record |= dict(zip(names, map(max, zip(*each, strict=True)), strict=True))
-
-    def _seed_other_ranks(self) -> None:
-        """Ranks' dropout must differ. Rank 0's generators go on as in a run of one, and are in its
-        checkpoints; the others' follow from the step, so that a resumed run has them."""
-        # Ranks that share a sequence must draw the same.
-        if (rank := self.parts.ranks.rank // self.config.fxrl.context_parallel) > 0:
-            name = f"{self.config.seed}/{self.number}/{rank}"
-            torch.manual_seed(random.Random(name).getrandbits(63))
-
-    def _take(self, count: int) -> list[Any]:
-        rows = self.parts.data.split.train
-        return [rows[i] for i in self.parts.stream.take(count)]
-
-    def _state(self) -> TrainerState:
-        return TrainerState(self.number, self.config.steps, self.parts.stream.epoch)
-
-    @contextmanager
-    def _doing(self, what: str) -> Iterator[Say]:
-        """``Stage``, in which captures, compilations and micro-batches are told."""
-        with self.parts.stage(what) as say, told("fxrl", say):
-            yield say
-
-    def _updates(self, batches: list[Batch]) -> list[Metrics]:
-        updater, times = self.parts.updater, self.config.num_iterations
-        return [updater.update(batches, self.number) for _ in range(times)]
-
-
-def scored_batches(
-    config: TrainConfig, parts: RunParts, found: Experience, say: Say, *, train: bool = True
-) -> tuple[list[Batch], Metrics]:
-    """This rank's micro-batches with the log-probabilities that the loss compares with; without
-    ``train``, only those of the reference."""
-    rows = found.rows
-    if not rows:
-        return [], {}
-    plan, whole = _planned(config, parts, rows, found.unit)
-    batches = _padded(parts, rows, plan)
-    lengths = [row.lengths for row in rows]
-    metrics: Metrics = {
-        "padding/fraction": padding_fraction(lengths, whole),
-        "padding/micro_batches": len(whole),
-    }
-    counts = dict(found.counts)
-    if parts.mismatched is not None:
-        say("scoring: prompts with each other's answers")
-        counts["kl"] = _mismatched_kl(config, parts, rows)
-    for number, batch in enumerate(batches, 1):
-        say(f"scoring: micro-batch {number} of {len(batches)}")
-        if train and parts.old_policy is not None:
-            batch["old_logps"] = parts.old_policy(batch)
-        if train and parts.critic is not None:
-            batch["old_logps"], values = parts.critic(batch)
-            batch |= values
-        if parts.reference is not None and "ref_logps" not in batch:
-            batch["ref_logps"] = parts.reference(batch)
-        batch |= {n: batch["num_sequences_in_batch"].new_tensor(v) for n, v in counts.items()}
-    if train and (critic := parts.updater.info.critic) is not None:
-        sharing = config.fxrl.context_parallel
-        metrics |= add_advantages(batches, critic, parts.ranks, sharing)
-    if train and parts.probe is not None:
-        [batch] = _padded(parts, rows, [probe_rows(whole, [sum(pair) for pair in lengths])])
-        metrics |= measured(parts.probe(batch), batch)
-    return batches, metrics
-
-
-Plan = list[tuple[int, ...]]
-"""Row numbers of micro-batches."""
-
-
-def _planned(
-    config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow], unit: int
-) -> tuple[Plan, Plan]:
-    """This rank's micro-batches, and those of all ranks."""
-    lengths = [row.lengths for row in rows]
-    widest = [max(lengths[at : at + unit], key=sum) for at in range(0, len(rows), unit)]
-    most = max(1, config.micro_batch_tokens // unit)
-    ranks, sharing = parts.ranks, config.fxrl.context_parallel
-    plans = [
-        [tuple(at * unit + place for place in range(unit) for at in group) for group in plan]
-        for plan in plan_ranks(widest, most, ranks.size // sharing)
-    ]
-    return plans[ranks.rank // sharing], [group for each in plans for group in each]
-
-
-def _padded(parts: RunParts, rows: Sequence[TokenRow], plan: Plan) -> list[Batch]:
-    parameter = next(parts.model.parameters())
-    return make_batches(
-        rows,
-        plan,
-        pad_token_id=parts.tokenizer.pad_token_id,
-        device=parameter.device,
-        dtype=torch.promote_types(parameter.dtype, torch.float32),
-    )
-
-
-def _mismatched_kl(config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow]) -> float:
-    """max(0, mean_i log pi(y_i-1 | x_i) - log pi_ref(y_i-1 | x_i)), KTO's estimate of the KL.
-
-    NOTE [A KL of the whole step]
-    It has no gradient, so it is taken before the loss, over all rows of the step: the loss then is
-    the same however these are cut into micro-batches or dealt to ranks.
-    """
-    assert parts.mismatched is not None
-    assert parts.reference is not None
-    others = [rows[-1], *rows[:-1]]
-    mixed = [
-        row._replace(completion=other.completion, per_token=other.per_token)
-        for row, other in zip(rows, others, strict=True)
-    ]
-    plan, _ = _planned(config, parts, mixed, 1)
-    gaps = []
-    for batch in _padded(parts, mixed, plan):
-        gap = parts.mismatched(batch) - parts.reference(batch)
-        gaps += masked_sum(gap, batch["completion_mask"] != 0).tolist()
-    every = parts.ranks.every(gaps, config.fxrl.context_parallel)
-    return max(0.0, math.fsum(every) / len(every))
-
-
-def hand_over(parts: RunParts, version: int) -> None:
-    """Makes the trainer's present weights those that the engine draws with."""
-    update: Callable[..., None] = parts.engine.update_weights
-    if is_adapted(parts.model):
-        update = parts.engine.update_lora
-    update(policy_version=version)
-
-
-def mean_of(updates: list[Metrics]) -> Metrics:
-    """Metrics of one step's updates as one: extremes by name, means of the others; ``None`` where
-    no update has a value."""
-    if len(updates) == 1:
-        return updates[0]
-    merged: Metrics = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        values = [v for update in updates if (v := update.get(name)) is not None]
-        merged[name] = (extreme(name) or statistics.fmean)(values) if values else None
-    return merged
-
+from fxrl.rl.report.progress import Reporter
+from fxrl.rl.types import Experience, Metrics, TrainerState
 
 T = TypeVar("T")
 
@@ -576,7 +356,7 @@ class TrainingLoop:
 
             def measure(experience: Experience) -> Metrics:
                 batches, _ = scored_batches(self.config, self.parts, experience, say, train=False)
-                return self.parts.updater.measure(self.parts.judge, batches)
+                return self.parts.updater.measure(self.parts.scorers.judge, batches)
 
             found = self.parts.source.evaluate(rows, self.now(), measure)
         self.parts.events("on_evaluate", self.now(), metrics=found)

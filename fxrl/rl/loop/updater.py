@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl.distributed import RankError, Ranks
-from fxrl.errors import FxrlError, shown
+from fxrl.errors import FxrlError
 from fxrl.files import replacing
 from fxrl.losses import LossInfo
 from fxrl.rl.config.named import make_optimizer
@@ -25,6 +24,7 @@ from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import LossError, NonFiniteError, raised, raised_at
 from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.loop.gradients import GradientSum
+from fxrl.rl.loop.metrics import checked_result, merge_metrics
 from fxrl.rl.loop.sharded import can_share, copied, local_optimizer, on_cpu, sharded_optimizer
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.report.progress import jsonable
@@ -331,59 +331,6 @@ class Updater:
         )
 
 
-RESERVED = re.compile(
-    "(step|loss|reward|reward_std|frac_reward_zero_std|grad_norm|learning_rate|nonfinite|epoch"
-    "|num_tokens|step_time|tokens_per_second|event)$"
-    "|(completions|dynamic_sampling|engine|eval|memory|padding|ranks|rewards|time)/"
-)
-"""Names in ``metrics.jsonl`` that no loss may give its metrics."""
-
-
-def checked_result(
-    result: Any, named: str, *, own: Collection[str] = (), trained: bool = True
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss returned, as its loss and detached metrics, tensors of one element each. If
-    ``trained``, the loss must have a gradient; ``own`` are reserved names of metrics that this loss
-    may use, since no rollout has them."""
-    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not _is_number(loss):
-        raise LossError(
-            f"{named} returned {_kind(loss)}; return a tensor with one real number, or that and a "
-            "dict of metrics"
-        )
-    if trained and not loss.requires_grad:
-        raise LossError(
-            f"{named} returned a loss without a gradient; compute it from the model's output"
-        )
-    if not isinstance(metrics, Mapping):
-        raise LossError(f"{named} returned {shown(metrics)} as metrics; return a dict of numbers")
-    checked: dict[str, Tensor] = {}
-    for name, value in metrics.items():
-        if not isinstance(name, str) or (RESERVED.match(name) and name not in own):
-            raise LossError(
-                f"{named} returned a metric named {shown(name)}; take a text that metrics.jsonl "
-                f"does not use itself, such as {shown(f'my_{name}')}"
-            )
-        if isinstance(value, int | float):
-            value = torch.tensor(float(value), dtype=torch.float64)
-        if not _is_number(value):
-            raise LossError(
-                f"{named} returned {_kind(value)} as its metric {name!r}; return one real number"
-            )
-        checked[name] = value.detach()
-    return loss, checked
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor {list(value.shape)}"
-    return shown(value)
-
-
 def _check_state(parameter: Tensor, values: Any, example: Mapping[str, Any]) -> None:
     """Raises where ``values`` are not what an optimizer keeps of ``parameter``."""
     if not isinstance(values, dict) or values.keys() != example.keys():
@@ -406,36 +353,3 @@ def _to_host(rows: Sequence[Sequence[Tensor]]) -> list[list[float]]:
     device = flat[0].device
     numbers = iter(torch.stack([value.to(device, torch.float64) for value in flat]).tolist())
     return [[next(numbers) for _ in row] for row in rows]
-
-
-def merge_metrics(
-    names: Sequence[str],
-    rows: Sequence[Sequence[float]],
-    weights: Sequence[float],
-    shares: Sequence[Share],
-    per_sequence: Collection[str] = (),
-) -> Metrics:
-    """Metrics of micro-batches as one: extremes by name, losses as the loss, means by token.
-
-    ``rows`` are the values of the M ``names``, [micro-batches][M]; for ``weights`` and ``shares``
-    see ``micro_batch_weights``. The metrics ``per_sequence`` are means over sequences and merged
-    so.
-    """
-    merged: Metrics = {}
-    for name, values in zip(names, zip(*rows, strict=True), strict=True):
-        if (pick := extreme(name)) is not None:
-            value = pick(values)
-        else:
-            by = [share.sequences if name in per_sequence else share.tokens for share in shares]
-            if name.endswith("_loss"):
-                by = list(weights)
-            value = math.fsum(v * w for v, w in zip(values, by, strict=True))
-        merged[name] = value if math.isfinite(value) else None
-    return merged
-
-
-def extreme(name: str) -> Callable[[Iterable[float]], float] | None:
-    """``min`` or ``max`` for a metric that is named after it; ``None`` for a mean."""
-    if name.endswith(("/min", "_min")):
-        return min
-    return max if name.endswith(("/max", "_max")) else None

@@ -13,13 +13,6 @@ off to 0: its reward says little about the tokens that are there. ``mask_truncat
 leaves it out of what is trained on, which takes it out of every denominator as well, so that many
 such completions make no smaller update. It still counts in its group's mean and spread.
 
-NOTE [What overlaps]
-As soon as all completions of a prompt are there, a thread decodes them and calls the rewards that
-judge each completion by itself (``Reward.per_group``). The others get the whole step at its end,
-as TRL calls them, because they may compare completions of different prompts. Which thread calls a
-function, and when, changes no value. Waiting (a sandbox, a server) is hidden behind generation;
-Python's own work is not, it shares the interpreter with the engine.
-
 NOTE [Completions on several ranks]
 Prompts are dealt to the ranks by their expected tokens; a rank draws all completions of its prompts
 and calls the rewards that judge each by itself. Then every rank gets everything: a step's rewards
@@ -34,25 +27,26 @@ from __future__ import annotations
 
 import functools
 import math
-import queue
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from itertools import compress
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from fxrl.distributed import Ranks, deal
 from fxrl.engines import Completion, Engine, GenerateTimeoutError, SamplingParams
-from fxrl.losses import group_advantages, reward_metrics, rloo_advantages
+from fxrl.losses import group_advantages, rloo_advantages
 from fxrl.rl.config.tables import SamplingConfig, TrainConfig
 from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
-from fxrl.rl.data.rewards import Background, Reward, call_all, combine
-from fxrl.rl.report.progress import Stage, jsonable, told
+from fxrl.rl.data.rewards import Reward
+from fxrl.rl.report.progress import Stage, told
 from fxrl.rl.report.timing import Clock
+from fxrl.rl.rollout.judge import Judge
+from fxrl.rl.rollout.metrics import RewardWatch, step_metrics
 from fxrl.rl.rollout.turns import Assignment, Player
 from fxrl.rl.types import (
     Drawn,
@@ -61,7 +55,6 @@ from fxrl.rl.types import (
     Rollout,
     Row,
     TokenRow,
-    Told,
     TrainerState,
     of_completion,
 )
@@ -74,135 +67,6 @@ ENGINE_SYNC = ("fold", "restore", "sync")
 CPU = torch.device("cpu")
 RIGHT = 0.99
 """A reward of at least this counts as a right answer."""
-
-Values = list[float | None]
-
-
-class _Group(NamedTuple):
-    """The completions of a prompt."""
-
-    completions: Sequence[Completion]
-    told: Sequence[Told]
-    texts: Sequence[str] = ()
-    values: Mapping[str, Values] = {}  # by reward, of those with ``per_group``
-
-
-@dataclass
-class Judge:
-    """Judges the completions of one generation call."""
-
-    rows: Sequence[Row]
-    prompts: Sequence[Prompt]
-    rewards: Sequence[Reward]
-    tokenizer: Any
-    state: TrainerState
-    columns: Sequence[str] = ()  # of the data; None in a row that lacks one, whichever are drawn
-    ranks: Ranks = field(default_factory=Ranks)
-
-    def __post_init__(self) -> None:
-        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._groups: dict[int, _Group] = {}
-        self._environments: dict[int, Sequence[Any]] = {}
-        self._abandoned = False
-        self._worker = Background(self._work, "rewards")
-
-    def finished(
-        self,
-        prompt: int,
-        group: Sequence[Completion],
-        told: Sequence[Told] | None = None,
-        environments: Sequence[Any] = (),
-    ) -> None:
-        """Take all completions of prompt number ``prompt`` and return at once; a prompt that a
-        second try has drawn again counts once. ``environments`` that they were played in stay on
-        this rank. Raises ``RewardError`` if a function has failed by now, so that drawing more is
-        in vain."""
-        self._worker.check()
-        if prompt in self._groups:
-            return
-        self._groups[prompt] = _Group(group, told or [Told(self.prompts[prompt])] * len(group))
-        if any(one is not None for one in environments):
-            self._environments[prompt] = environments
-        self._queue.put(prompt)
-
-    def abandon(self) -> None:
-        """Ends the thread after the call that it is at; for a generation call that failed."""
-        self._abandoned = True
-        self._queue.put(None)
-
-    def verdict(self, groups: Sequence[Sequence[Completion]]) -> list[Drawn]:
-        """Wait for the remaining values, and return the step's completions with what every function
-        says of them. ``groups`` are empty for prompts that another rank has drawn. Raises
-        ``RewardError`` if a function failed, ``RankError`` if another rank did."""
-        for prompt, group in enumerate(groups):
-            if group:
-                self.finished(prompt, group)
-        self._queue.put(None)
-        self._worker.result()
-        of_ranks = dict(self.ranks.every(self._groups.items()))
-        every = {prompt: of_ranks[prompt] for prompt in range(len(groups))}
-        completions, told, texts = _joined(every)
-        values = {
-            reward.name: [value for group in every.values() for value in group.values[reward.name]]
-            for reward in self.rewards
-            if reward.per_group
-        }
-        if late := [reward for reward in self.rewards if not reward.per_group]:
-            found: dict[str, Values] = {}
-            if self.ranks.primary:
-                found = call_all(late, len(texts), self._arguments(every))
-            values |= self.ranks.broadcast(found)
-        names = [reward.name for reward in self.rewards]
-        columns = [values[name] for name in names]
-        by_name = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
-        totals = combine(columns, [reward.weight for reward in self.rewards])
-        return [
-            Drawn(*each) for each in zip(completions, texts, by_name, totals, told, strict=True)
-        ]
-
-    def _work(self) -> None:
-        early = [reward for reward in self.rewards if reward.per_group]
-        while (prompt := self._queue.get()) is not None and not self._abandoned:
-            group = self._groups[prompt]
-            ids = [list(completion.token_ids) for completion in group.completions]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            group = group._replace(texts=texts)
-            values = call_all(early, len(texts), self._arguments({prompt: group}))
-            self._groups[prompt] = group._replace(values=values)
-
-    def _arguments(self, groups: Mapping[int, _Group]) -> Mapping[str, Any]:
-        """TRL's arguments for the completions of these prompts, by their numbers."""
-        completions, told, texts = _joined(groups)
-        each_row = [self.rows[i] for i, group in groups.items() for _ in group.completions]
-        columns = {str(name): [row.get(name) for row in each_row] for name in self.columns}
-        further = dict.fromkeys(name for one in told for name in one.columns)
-        columns |= {name: [one.columns.get(name) for one in told] for name in further}
-        if all(prompt in self._environments for prompt in groups):  # not those of other ranks
-            columns["environments"] = [one for i in groups for one in self._environments[i]]
-        return columns | {
-            "prompts": [one.prompt for one in told],
-            "completions": [_said(text, one) for text, one in zip(texts, told, strict=True)],
-            "completion_ids": [list(c.token_ids) for c in completions],
-            "rows": each_row,
-            "trainer_state": self.state,
-        }
-
-
-def _joined(groups: Mapping[int, _Group]) -> tuple[list[Completion], list[Told], list[str]]:
-    """Completions, what they say besides, and their texts, one group behind the other."""
-    every = groups.values()
-    return (
-        [completion for group in every for completion in group.completions],
-        [one for group in every for one in group.told],
-        [text for group in every for text in group.texts],
-    )
-
-
-def _said(text: str, told: Told) -> Any:
-    """A completion as rewards get it."""
-    if told.messages is not None:
-        return list(told.messages)
-    return text if isinstance(told.prompt, str) else [{"role": "assistant", "content": text}]
 
 
 @dataclass
@@ -336,7 +200,7 @@ class Rollouter:
             kept = self._kept(drawn)
             if len(kept) == wanted * num:
                 break
-        metrics = _metrics(drawn, num)
+        metrics = step_metrics(drawn, num)
         if config.dynamic_sampling != "off":
             metrics |= {
                 "dynamic_sampling/num_dropped": (len(drawn) - len(kept)) / num,
@@ -453,74 +317,3 @@ def _advantages(totals: Sequence[float], config: TrainConfig) -> list[float]:
         found = group_advantages(values, num, config.scale_rewards)
     advantages: list[float] = found.tolist()
     return advantages
-
-
-def _metrics(drawn: Sequence[Drawn], num: int) -> Metrics:
-    """Reward and length statistics, under TRL's names; where ``num`` is 1, the step is a group."""
-    totals = torch.tensor([d.total for d in drawn], dtype=torch.float64)
-    found = reward_metrics(totals, num if num > 1 else len(drawn))
-    metrics: Metrics = {k: jsonable(float(v)) for k, v in found.items()}
-    for name in drawn[0].values:
-        said = [value for d in drawn if (value := d.values[name]) is not None]
-        metrics[f"rewards/{name}/mean"] = statistics.fmean(said) if said else None
-        metrics[f"rewards/{name}/std"] = statistics.stdev(said) if len(said) > 1 else None
-    return metrics | length_metrics([d.completion for d in drawn]) | _tool_metrics(drawn)
-
-
-def _tool_metrics(drawn: Sequence[Drawn]) -> Metrics:
-    """TRL's ``tools/*``: calls a completion, and the share that came to nothing; none where no
-    rollout has several turns."""
-    told = [d.told for d in drawn if d.told.messages is not None]
-    if not told:
-        return {}
-    calls = sum(one.num_calls for one in told)
-    failed = sum(one.num_failed for one in told)
-    return {
-        "tools/call_frequency": calls / len(told),
-        "tools/failure_frequency": failed / calls if calls else 0.0,
-    }
-
-
-IDLE_STEPS = 3
-
-
-class RewardWatch:
-    """Warns of rewards that teach nothing, after ``IDLE_STEPS`` such steps in a row and then after
-    twice as many each time. Equal rewards within groups teach nothing if ``by_group``; otherwise
-    only missing rewards do."""
-
-    def __init__(self, *, by_group: bool = True) -> None:
-        self._by_group = by_group
-        self._idle, self._next = 0, IDLE_STEPS
-
-    def warning(self, record: Mapping[str, Any]) -> str | None:
-        """The warning, if any, that this step's metrics give rise to, and what to do about it."""
-        known = record["reward"] is not None
-        if (record["frac_reward_zero_std"] < 1.0) if self._by_group else known:
-            self._idle, self._next = 0, IDLE_STEPS
-            return None
-        self._idle += 1
-        if self._idle < self._next:
-            return None
-        self._next *= 2
-        what = "the same within every group"
-        if record["reward"] is None:
-            what = "None for every completion"
-        return (
-            f"rewards were {what} in the last {self._idle} steps, so nothing is learned from them; "
-            "look at completions.jsonl and the reward functions"
-        )
-
-
-def length_metrics(completions: Sequence[Completion]) -> Metrics:
-    """TRL's ``completions/*``, of tokens that the policy drew; "terminated" are those that a stop
-    token ended."""
-    lengths = [c.num_sampled for c in completions]
-    ended = [c.num_sampled for c in completions if c.finish_reason == "stop"]
-    metrics: Metrics = {}
-    for name, values in (("", lengths), ("terminated_", ended)):
-        metrics[f"completions/mean_{name}length"] = statistics.fmean(values) if values else 0.0
-        metrics[f"completions/min_{name}length"] = float(min(values, default=0))
-        metrics[f"completions/max_{name}length"] = float(max(values, default=0))
-    metrics["completions/clipped_ratio"] = 1.0 - len(ended) / len(lengths)
-    return metrics

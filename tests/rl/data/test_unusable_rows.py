@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fxrl.rl.loop import build
+from fxrl.rl.loop import models
 from fxrl.rl.train import main
 
 GOOD = [{"prompt": f"count to {i}", "answer": str(i)} for i in range(6)]
@@ -28,7 +28,7 @@ def run(config_file, rows, *options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_named_before_the_model(config_file, capsys, monkeypatch, name):
-    monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     row, reason = CASES[name]
     assert run(config_file, [*GOOD[:3], row, *GOOD[3:]]) == 2
     told = capsys.readouterr().out

@@ -9,7 +9,8 @@ import torch
 from fxrl.engines import EngineError, TorchEngine
 from fxrl.models import load_model, lora
 from fxrl.rl.config.tables import LoraConfig, ModelConfig
-from fxrl.rl.loop.build import prompts_each, reference
+from fxrl.rl.loop.build import prompts_each
+from fxrl.rl.loop.scoring import reference
 from fxrl.rl.train import main
 
 CALLS = []

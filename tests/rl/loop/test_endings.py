@@ -204,7 +204,7 @@ def test_micro_batches_with_different_metrics(config_file, capsys):
 
 def test_every_name_of_the_trainer_is_reserved(config_file):
     """A name that a loss may take as well would overwrite the trainer's own number."""
-    from fxrl.rl.loop.updater import RESERVED
+    from fxrl.rl.loop.metrics import RESERVED
 
     Path("bare.py").write_text(
         "def loss(model, batch):\n    return model(batch['input_ids']).logits.mean()"

@@ -8,7 +8,7 @@ import torch
 from fxrl import optimize
 from fxrl.models import load_model, lora
 from fxrl.rl import Trainer
-from fxrl.rl.loop import build
+from fxrl.rl.loop import scoring
 from tests.rl.loop.test_resume import EVERY, Killed, in_a_fork, killing, moments
 from tests.rl.loop.test_train import metrics, saved_weights
 
@@ -36,7 +36,7 @@ class Runs:
         self.model = lora(base, 4, 8, "all-linear", dropout=0.0, seed=0)
         self.untrained = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.steps = []
-        monkeypatch.setattr(build, "optimize", self.optimized)
+        monkeypatch.setattr(scoring, "optimize", self.optimized)
 
     def optimized(self, model, loss_fn, config):
         if self.made == len(self.steps):

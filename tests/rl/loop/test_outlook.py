@@ -38,9 +38,7 @@ def rank(number, said, monkeypatch):
         model=torch.nn.Linear(2, 2),
         engine=SimpleNamespace(standby=nullcontext),
         updater=SimpleNamespace(step=step, state_shards=2),
-        old_policy=None,
-        critic=None,
-        reference=None,
+        scorers=SimpleNamespace(old_policy=None, critic=None, reference=None),
         source=SimpleNamespace(rows_each=2),
     )
 

@@ -24,12 +24,6 @@ def even(completions, completion_ids, **columns):
 """
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """Two thirds of a tiny run's time."""
-    monkeypatch.setattr("fxrl.rl.loop.run._draw", lambda *_: None, raising=False)
-
-
 def train(file, run_dir, *overrides, **how):
     return main(str(file), [f"run_dir={run_dir}", "save_every=1", *overrides], json=True, **how)
 

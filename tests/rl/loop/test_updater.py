@@ -11,8 +11,8 @@ from torch import nn
 from fxrl.rl.config.tables import LossConfig
 from fxrl.rl.errors import NonFiniteError
 from fxrl.rl.loop.batching import Share
-from fxrl.rl.loop.trainer import mean_of
-from fxrl.rl.loop.updater import Updater, merge_metrics
+from fxrl.rl.loop.metrics import mean_of, merge_metrics
+from fxrl.rl.loop.updater import Updater
 
 
 class Scripted:

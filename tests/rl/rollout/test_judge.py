@@ -8,7 +8,8 @@ from fxrl.engines import Completion
 from fxrl.models import tiny_tokenizer
 from fxrl.rl.data.rewards import Reward
 from fxrl.rl.errors import RewardError
-from fxrl.rl.rollout.rollouter import Judge, TrainerState
+from fxrl.rl.rollout.judge import Judge
+from fxrl.rl.types import TrainerState
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2", "level": 3}]
 STATE = TrainerState(1, 2, 0.5)

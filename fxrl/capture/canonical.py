@@ -1,0 +1,189 @@
+"""One spelling for what a lowered graph can say in several, so that rows are seen through it.
+
+Functional ATen says the same sizes and rows in forms between which nothing but a guard, or a check
+at each call, can tell: a count of entries or the product of sizes, ``x[:-1]`` as long as
+``Max(0, u - 1)`` or ``u - 1``, a gather of as many tokens as its source has or of fewer.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from functools import partial, reduce
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fxrl.capture._torch import GuardOnDataDependentSymNode, equate
+from fxrl.capture.checks import check
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import (
+    RESHAPES,
+    as_node,
+    bound,
+    eliminate_dead_code,
+    has_hint,
+    hint,
+    is_call,
+    shape_of,
+    val_of,
+)
+from fxrl.ir.source import user_source
+
+aten = torch.ops.aten
+
+
+def canonicalize(graph: fx.Graph) -> None:
+    """Spell sizes and rows of a lowered graph in one way, and leave out what nobody reads.
+
+    Runs in the fake mode of the trace. Sizes that are only equal by Dynamo's guards add guards.
+    """
+    _forget_offsets(graph)
+    _spell_numels(graph)
+    _pad_rows_in_order(graph)
+    _settle_slices(graph)
+    _rejoin_rows(graph)
+    eliminate_dead_code(graph)
+    _equate_gathers(graph)
+
+
+def _forget_offsets(graph: fx.Graph) -> None:
+    """Erase the checks that a slice between numbers of a tensor begins at no negative place: no
+    slice does, and each keeps all that it was taken from."""
+    for offset in graph.find_nodes(op="call_function", target=aten.sym_storage_offset.default):
+        for compared in list(offset.users):
+            if set(compared.users) and all(
+                is_call(u, aten._assert_scalar.default) for u in compared.users
+            ):
+                for asserted in list(compared.users):
+                    graph.erase_node(asserted)
+
+
+def _spell_numels(graph: fx.Graph) -> None:
+    """Let how many entries a tensor has be the product of its sizes, which rows can follow."""
+    builder = Builder(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.sym_numel.default):
+        with builder.before(node):
+            node.replace_all_uses_with(_numel(builder, as_node(node.args[0])))
+        graph.erase_node(node)
+
+
+def _numel(builder: Builder, tensor: fx.Node) -> fx.Node:
+    sizes = (builder.call(aten.sym_size.int, tensor, dim) for dim in range(len(shape_of(tensor))))
+    return reduce(partial(builder.call, operator.mul), sizes)
+
+
+def _pad_rows_in_order(graph: fx.Graph) -> None:
+    """A pad whose width varies is traced as contiguous. By nothing it is a clone, which lies as its
+    input does, and what views it would fail: a length that fills the last chunk as it is."""
+    for pad in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
+        source, widths = cast(tuple[fx.Node, list[Any]], pad.args[:2])
+        strides = [hint(stride) for stride in val_of(source).stride()]
+        if any(isinstance(one, fx.Node) for one in widths) and strides != sorted(strides)[::-1]:
+            builder = Builder(graph)
+            with builder.before(pad):
+                dense = {"memory_format": torch.contiguous_format}
+                rows = builder.call(aten.clone.default, source, **dense)
+            pad.replace_input_with(source, rows)
+
+
+def _settle_slices(graph: fx.Graph) -> None:
+    """Let ``x[:-1]`` and ``x[1:]`` of a sequence as long as data says have ``u - 1`` entries.
+
+    Fake tensors have ``Max(0, u - 1)`` and ``Max(0, u - Min(1, u))``, which nothing shows to be
+    equal. All are ``u - 1`` where there is an entry to leave out, which is checked: a call with an
+    empty sequence runs as it was written.
+    """
+    builder = Builder(graph)
+    was: dict[fx.Node, Any] = {}
+    checked: set[str] = set()
+    numbers: dict[str, fx.Node] = {}  # sizes that the graph holds; a tensor that is asked stays
+    for node in list(graph.nodes):
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            numbers.setdefault(str(node.meta["val"]), node)
+        if (left_out := _left_out(node)) is not None:
+            dim, count = left_out
+            source = cast(fx.Node, node.args[0])
+            sizes = list(shape_of(node))
+            sizes[dim] = shape_of(source)[dim] - count
+            with builder.before(node):
+                if (told := str(sizes[dim])) not in checked:
+                    size = numbers.get(str(shape_of(source)[dim]))
+                    size = size or builder.call(aten.sym_size.int, source, dim)
+                    enough = builder.call(operator.ge, size, count)
+                    _check_size(builder, enough, node)
+                    checked.add(told)
+            was[node] = val_of(node)
+            node.meta["val"] = val_of(node).new_empty_strided(sizes, val_of(node).stride())
+        elif node.op == "call_function" and not was.keys().isdisjoint(node.all_input_nodes):
+            was[node] = node.meta.get("val")
+            try:
+                builder.update(node)
+            except GuardOnDataDependentSymNode:  # it wants a size as it was spelled
+                for changed, val in was.items():
+                    changed.meta["val"] = val
+                return
+
+
+def _left_out(node: fx.Node) -> tuple[int, int] | None:
+    """The dim and how many entries of it a slice leaves out, of as many as data says."""
+    if not is_call(node, aten.slice.Tensor):
+        return None
+    given = bound(node)
+    sizes, start, end = shape_of(given["self"]), given["start"] or 0, given["end"]
+    end = sys.maxsize if end is None else end
+    dim = given["dim"] % len(sizes)
+    if has_hint(sizes[dim]) or given["step"] != 1:
+        return None
+    if not isinstance(start, int) or not isinstance(end, int):
+        return None
+    count = start - min(end, 0)
+    goes_on = start >= 0 and (end < 0 or end == sys.maxsize)
+    return (dim, count) if goes_on and count else None
+
+
+def _rejoin_rows(graph: fx.Graph) -> None:
+    """Let ``x.view(-1).view(n, V)`` look at ``x``: what was laid flat between had rows before."""
+    builder = Builder(graph)
+    for node in list(graph.nodes):
+        flat = node.args[0] if is_call(node, *RESHAPES) else None
+        if not is_call(flat, *RESHAPES) or len(shape_of(flat)) != 1:
+            continue
+        source = as_node(flat.args[0])
+        node.update_arg(0, source)
+        for reader in [user for user in flat.users if is_call(user, aten.sym_size.int)]:
+            with builder.before(reader):
+                reader.replace_all_uses_with(_numel(builder, source))
+
+
+def _equate_gathers(graph: fx.Graph) -> None:
+    """Let a gather's index have exactly the tokens of what it reads, where it does now.
+
+    NOTE [Why a guard]: gather accepts a shorter index, so ``[s0, s1, V]`` gathered by ``[s2, s3,
+    1]`` says nothing about the sizes. Row programs need to know; the comparison becomes one of
+    Dynamo's guards, and a batch that breaks it is captured anew. Sizes that are read off tensors,
+    such as those of ``logits[start : end - 1]`` and ``ids[start + 1 : end]``, are known at each
+    call alone: there a check compares them, and where it fails the call runs as it was written.
+    """
+    builder = Builder(graph)
+    for node in graph.nodes:
+        if not is_call(node, aten.gather.default):
+            continue
+        source, dim, index = cast(tuple[fx.Node, int, fx.Node], node.args)
+        sizes, others = shape_of(source), shape_of(index)
+        for d, (left, right) in enumerate(zip(sizes, others, strict=True)):
+            if d == dim % len(sizes):
+                continue
+            if has_hint(left, right):
+                bool(left == right)
+            elif str(left) != str(right) and equate(left, right):
+                with builder.before(node):
+                    parts = (builder.call(aten.sym_size.int, one, d) for one in (source, index))
+                    same = builder.call(operator.eq, *parts)
+                    _check_size(builder, same, node)
+
+
+def _check_size(builder: Builder, holds: fx.Node, node: fx.Node) -> None:
+    """Run the call as written where what ``node`` takes for granted does not hold."""
+    builder.call(check, builder.call(aten.scalar_tensor.default, holds), None, user_source(node))

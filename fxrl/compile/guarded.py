@@ -1,0 +1,81 @@
+"""The graph as the user wrote it takes over where the rewritten one fails at its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrl.capture.branches import CannotBeginAnewError, follows_branches, random_state
+from fxrl.capture.checks import CheckFailedError
+from fxrl.capture.writes import undone
+from fxrl.compile.outer import restore_checkpoints
+from fxrl.errors import FxrlError
+from fxrl.ir.remark import first_line
+
+Run = Callable[..., Any]
+
+
+class Guarded:
+    """Runs a rewritten graph; where its first call fails, the user's own takes over for good.
+
+    NOTE [Why the first call]: what can go wrong in an op is known after one run; later a failure is
+    the batch's, and is the user's to see.
+    """
+
+    def __init__(self, run: Run, gm: fx.GraphModule, fall_back: Callable[[str], None]) -> None:
+        self._run, self._gm, self._fall_back = run, gm, fall_back
+        self._tried, self._follows = False, follows_branches(gm)
+
+    def first(self, *args: Any) -> Any:
+        if self._tried and not self._follows:
+            return self._run(*args)
+        random = random_state()
+        try:
+            result = self._run(*args)
+        except (FxrlError, torch.OutOfMemoryError, CheckFailedError):
+            raise
+        except Exception as error:
+            random()
+            if self._follows:
+                self._check(*args)
+                random()
+            if self._tried:
+                raise
+            if self._follows:
+                raise CannotBeginAnewError from error
+            why = first_line(error)
+            self._run = as_written(self._gm)
+            result = self._run(*args)  # an error of the user's own code is raised here, as it is
+            self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
+        self._tried = True
+        return result
+
+    def _check(self, *args: Any) -> None:
+        """Raises ``CheckFailedError`` where the program's order has one first: in the rewritten
+        graph what a check stands before may run ahead of it, and index where nothing is; and what
+        is said of sizes is asserted as soon as these are known."""
+        as_written(self._gm)
+        try:
+            with torch.no_grad(), undone(args):
+                _Unasserted(self._gm).run(*args)
+        except CheckFailedError:
+            raise
+        except Exception:  # what failed is no matter of a check
+            return
+
+
+class _Unasserted(fx.Interpreter):
+    """Runs a graph without what it asserts of sizes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        asserts = n.target is torch.ops.aten._assert_scalar.default
+        return None if asserts else super().run_node(n)
+
+
+def as_written(gm: fx.GraphModule) -> Run:
+    """The user's own graph."""
+    restore_checkpoints(gm)  # Dynamo's own calls recompute nothing on torch 2.11
+    return gm.forward

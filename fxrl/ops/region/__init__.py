@@ -1,0 +1,1 @@
+"""The op behind every region (``op``), what it runs (``kernels``), in ``tiles`` or ``groups``."""

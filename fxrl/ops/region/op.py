@@ -1,0 +1,220 @@
+"""The op behind every region: ``fxrl::region`` and its backward ``fxrl::region_vjp``.
+
+The forward returns the region's outputs and, behind them, what its cut hands to the backward; the
+graph sees the outputs alone. What runs is looked up by a key made of content and options. What
+groups keep lies side by side in a new first dim; ``fxrl::region_again`` sums outputs of it again.
+
+NOTE [Why an opaque op]: an autograd.Function that AOTAutograd inlines loses the saving under
+Inductor, whose CSE merges the recomputed matmul with the forward's, and full-graph Inductor
+batches unrolled tiles so that all are alive at once. Behind an op, tile count and token count are
+run-time values, and one compiled body serves every shape.
+
+NOTE [Why what is kept are outputs of the op]: an opaque op can only save what autograd sees, its
+inputs and outputs. PyTorch's own fused ops (attention's log-sum-exp) do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxrl.ir.graph import Size, memory_like
+from fxrl.ops import once_differentiable
+from fxrl.ops.host_memory import can_wait, pool_of
+from fxrl.ops.out_of_memory import join, with_room
+from fxrl.ops.region.groups import again_by_groups, backward_by_groups, forward_by_groups
+from fxrl.ops.region.kernels import as_traced, backward_of, lookup
+from fxrl.ops.region.tiles import backward_by_tiles, forward_by_tiles, scaled
+
+
+# ---------------------------------------------------------------------------- forward
+@torch.library.custom_op(
+    "fxrl::region",
+    mutates_args=(),
+    schema="(Tensor[] inputs, str key, SymInt tile, int[] host, int[] pace=[]) -> Tensor[]",
+)
+def region(
+    inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
+) -> list[Tensor]:
+    """Run a region's forward, whole, in tiles of ``tile`` rows or in its groups; returns outputs,
+    then kept values.
+
+    Inputs in ``host`` wait in host memory for the backward; -1 stands for all kept values. ``pace``
+    is ``sending`` and ``fetching`` of ``HostPool.store``, empty if not planned.
+    """
+    kernels = lookup(key)
+    # Bodies already contain the casts that autocast asked for when they were captured.
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        if kernels.region.tiled:
+            return forward_by_tiles(kernels, inputs, int(tile))
+        body = kernels.body(kernels.sizes_of(inputs))
+        if kernels.region.groups > 1:
+            return forward_by_groups(kernels.region, body, inputs)
+        given = [as_traced(x, strides) for x, strides in zip(inputs, body.inputs, strict=True)]
+        return fresh(list(body.forward(*given)), inputs)
+
+
+@region.register_fake
+def _(
+    inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
+) -> list[Tensor]:
+    return [*map(memory_like, lookup(key).fake_outputs(inputs))]
+
+
+def fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs that share no storage with the inputs or each other, as an op must return."""
+    seen = {x.untyped_storage().data_ptr() for x in inputs}
+    result = []
+    for output in outputs:
+        pointer = output.untyped_storage().data_ptr()
+        shared = pointer in seen and output.numel()
+        # in the same layout, as the op says: a clone of a slice would have another
+        result.append(memory_like(output).copy_(output) if shared else output)
+        seen.add(result[-1].untyped_storage().data_ptr())
+    return result
+
+
+# ---------------------------------------------------------------------------- backward
+@torch.library.custom_op(
+    "fxrl::region_vjp",
+    mutates_args=(),
+    schema="(Tensor[] kept, Tensor[] grads, SymInt[] sizes, str key, SymInt tile) -> Tensor[]",
+)
+def region_vjp(
+    kept: list[Tensor], grads: list[Tensor], sizes: list[int], key: str, tile: int
+) -> list[Tensor]:
+    """Gradients of the inputs that need one. ``kept`` are the tensors that the body's sources name,
+    in order (for tiles: all inputs, or the vectors), ``grads`` one per output that takes a
+    gradient, ``sizes`` the values of the region's varying sizes."""
+    kernels = lookup(key)
+    with torch.autocast(grads[0].device.type, enabled=False):
+        if kernels.makes_vectors:
+            return scaled(kept, grads)
+        if kernels.region.tiled:
+            return backward_by_tiles(kernels, kept, grads, int(tile))
+        body = kernels.body(sizes)
+        given = [as_traced(g, strides) for g, strides in zip(grads, body.grads, strict=True)]
+        if kernels.region.groups > 1:
+            return backward_by_groups(kernels, body, kept, given)
+        backward = backward_of(body, key)
+        read = [
+            as_traced(x, body.inputs[i]) if kind == "input" else x
+            for x, (kind, i) in zip(kept, backward.read, strict=True)
+        ]
+        return fresh(list(backward(read, given)), [*kept, *grads])
+
+
+@region_vjp.register_fake
+def _(
+    kept: list[Tensor], grads: list[Tensor], sizes: list[Size], key: str, tile: int
+) -> list[Tensor]:
+    return lookup(key).fake_grads(sizes, grads[0].device)
+
+
+def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
+    tensors, ctx.key, ctx.tile, host, pace = inputs
+    # torch takes an empty list for one of tensors, and leaves out what has its default's value
+    ctx.grads_of_counts = [None if host else [], *([None] if pace else [])]
+    kernels = lookup(ctx.key)
+    ctx.kernels = kernels  # a backward may outlive the capture
+    if not any(spec.needs_grad for spec in kernels.region.inputs):
+        ctx.mark_non_differentiable(*output)  # though inputs may want one that nothing gives
+        return
+    ctx.sizes = kernels.sizes_of(tensors)
+    count, asked = len(output), {("output" if i < 0 else "input", i) for i in host}
+    if kernels.makes_vectors:
+        count -= kernels.region.num_grads
+        values = [_Value(vectors, own=True) for vectors in output[count:]]
+    elif kernels.region.tiled:
+        values = [_Value(x, _is_made(x)) for x in tensors]
+    else:
+        body = kernels.body(ctx.sizes)
+        count = body.num_outputs
+        values = [
+            _Value(output[i], i >= count, ("output", -1) in asked)
+            if kind == "output"
+            else _Value(tensors[i], _is_made(tensors[i]), ("input", i) in asked)
+            for kind, i in (body.backward.read if body.backward else ())
+        ]
+    _keep(ctx, values, pace, output[0].device)
+    ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output[:count]]
+    taken = {*kernels.grad_outputs}
+    ctx.mark_non_differentiable(*(o for i, o in enumerate(output) if i not in taken))
+    ctx.set_materialize_grads(False)
+
+
+class _Value(NamedTuple):
+    """A tensor that a backward reads."""
+
+    tensor: Tensor  # itself
+    own: bool  # nobody keeps it but for this backward
+    asked: bool = False  # it shall wait in host memory
+
+
+def _is_made(x: Tensor) -> bool:
+    """Whether a tensor was computed by what is differentiated; weights and the batch were not, nor
+    what looks at their memory."""
+    return x.grad_fn is not None and (x._base is None or not x._base.is_leaf)
+
+
+def _keep(ctx: Any, values: Sequence[_Value], pace: Sequence[int], device: torch.device) -> None:
+    """Save values for the backward, those that are marked in host memory."""
+    ctx.away = [value.asked and can_wait(value.tensor) for value in values]
+    gone = [value.tensor for value, away in zip(values, ctx.away, strict=True) if away]
+    ctx.stored = None
+    if gone or pace:  # who keeps all on the GPU has a turn, too
+        said = dict(zip(("sending", "fetching"), pace, strict=True)) if pace else {}
+        ctx.stored = pool_of(device).store(gone, **said)
+    here = [value for value, away in zip(values, ctx.away, strict=True) if not away]
+    ctx.save_for_backward(*(value.tensor for value in here))
+    join(ctx, [value.own for value in here])
+
+
+def _kept(ctx: Any) -> list[Tensor]:
+    """The tensors that ``_keep`` saved, fetched from the host where they wait there."""
+    here, back = iter(ctx.saved_tensors), iter(ctx.stored.fetch() if ctx.stored else ())
+    return [next(back) if away else next(here) for away in ctx.away]
+
+
+def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    device = ctx.results[0][2]
+    found = iter(with_room(ctx, device, lambda: _gradients(ctx, grads)))
+    if not ctx.kernels.runs_again():
+        ctx.stored = None  # as autograd does with what it saved; who keeps the loss keeps ctx
+    result = [next(found) if spec.needs_grad else None for spec in ctx.kernels.region.inputs]
+    return (result, None, None, *ctx.grads_of_counts)
+
+
+def _gradients(ctx: Any, grads: list[Tensor | None]) -> list[Tensor]:
+    given = []
+    for index in ctx.kernels.grad_outputs:
+        grad, (shape, dtype, device) = grads[index], ctx.results[index]
+        given.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
+    vjp = torch.ops.fxrl.region_vjp
+    found: list[Tensor] = vjp(_kept(ctx), given, list(ctx.sizes), ctx.key, ctx.tile)
+    return found
+
+
+region.register_autograd(_from_context, setup_context=_setup_context)
+once_differentiable(region_vjp)
+
+
+@torch.library.custom_op(
+    "fxrl::region_again",
+    mutates_args=(),
+    schema="(Tensor[] kept, SymInt[] sizes, str key) -> Tensor[]",
+)
+def region_again(kept: list[Tensor], sizes: list[int], key: str) -> list[Tensor]:
+    """The outputs of a region's groups once more. ``kept`` are the tensors that the sources of
+    ``Body.again`` name, in order, ``sizes`` as in ``region_vjp``."""
+    kernels = lookup(key)
+    with torch.autocast(kept[0].device.type, enabled=False):
+        return again_by_groups(kernels, kernels.body(sizes), kept)
+
+
+@region_again.register_fake
+def _(kept: list[Tensor], sizes: list[Size], key: str) -> list[Tensor]:
+    return lookup(key).fake_again(sizes, kept[0].device)

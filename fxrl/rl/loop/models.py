@@ -1,0 +1,200 @@
+"""The models of a run: the one it trains, with its adapter and value head, and the teacher."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxrl.errors import ConfigError
+from fxrl.losses import ValueHead
+from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
+from fxrl.models.hf import VALUE_HEAD, load_value_head, train_without_cache
+from fxrl.models.load import is_random, model_folder, write_model
+from fxrl.models.quantized import as_quantization, in_bits
+from fxrl.rl.config.tables import ModelConfig, TrainConfig
+from fxrl.rl.report.files import try_to_write
+from fxrl.rl.report.progress import Stage
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device={name!r}: PyTorch sees no GPU; use auto or cpu")
+    return device
+
+
+def load_base(
+    config: TrainConfig,
+    tokenizer: Any,
+    device: torch.device,
+    made: Path,
+    peers: Peers | None,
+    stage: Stage,
+) -> tuple[nn.Module, Any]:
+    """The model of ``[model]``, of an adapter its base model, and its tokenizer. One whose weights
+    no folder has is written to ``made``, for whoever loads the adapter."""
+    wanted, only_here = config.model, _is_only_here(config.model)
+    if isinstance(wanted.id, nn.Module):
+        model = wanted.id.to(device)
+    else:
+        with stage(f"loading {_in_words(wanted, device)}") as say:
+            # Random weights are written down in full first.
+            model, own = _read(config, device, None if only_here else peers, say)
+            if wanted.adapter is None:  # else its folder may have another
+                tokenizer = own
+    if wanted.lora is not None and only_here:
+        try_to_write(lambda: write_model(model, tokenizer, made), str(made))
+    if peers is not None and (only_here or isinstance(wanted.id, nn.Module)):
+        if wanted.quantization is not None:  # what is shared out stays as it is
+            model = in_bits(model, as_quantization(wanted.quantization))
+        model = shard(model, peers, trained=True)
+    return model, tokenizer
+
+
+def _read(
+    config: TrainConfig, device: torch.device, peers: Peers | None, say: Callable[[str], None]
+) -> tuple[nn.Module, Any]:
+    wanted = config.model
+    return load_model(
+        _base_name(wanted),
+        wanted.dtype,
+        device,
+        seed=config.seed,
+        quantization=None if _is_only_here(wanted) else wanted.quantization,
+        scalar_head=config.loss_info().scalar_head,
+        peers=peers,
+        on_progress=say,
+    )
+
+
+def find_base(
+    config: TrainConfig, device: torch.device, made: Path, stage: Stage
+) -> tuple[Path, Any]:
+    """The folder that an engine loads this model from, and its tokenizer; ``made`` where it is
+    made first."""
+    wanted = config.model
+    with stage(f"finding {_in_words(wanted, device)}") as say:
+        name = _base_name(wanted)
+        find = functools.partial(model_folder, name, made, dtype=wanted.dtype, seed=config.seed)
+        return try_to_write(functools.partial(find, on_progress=say), str(made))
+
+
+def _base_name(wanted: ModelConfig) -> str:
+    return wanted.name if wanted.adapter is None else wanted.adapter.base
+
+
+def _in_words(wanted: ModelConfig, device: torch.device) -> str:
+    return f"{wanted.name} ({wanted.dtype}, {device})"
+
+
+def trainable(model: nn.Module, *, config: TrainConfig, made: Path) -> nn.Module:
+    """The model with its adapter, value head and checkpointing, in train mode."""
+    wanted = config.model
+    head = model._modules.pop(VALUE_HEAD, None)  # which an adapter would freeze, or adapt
+    if not wanted.adapted and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        raise ModelError(
+            f"model.id={wanted.name!r} holds its Linears in 8 or 4 bits, which cannot be trained; "
+            "add [model.lora], or give the checkpoint in bf16"
+        )
+    if wanted.adapted:
+        model = _adapted(model, config, made)
+    loaded_so = wanted.sharded or (isinstance(wanted.id, str) and not _is_only_here(wanted))
+    if wanted.quantization is not None and not loaded_so:
+        model = quantize(model, wanted.quantization)
+    if wanted.gradient_checkpointing:
+        _checkpoint(model)
+        if wanted.adapted:
+            model.enable_input_require_grads()  # type: ignore[operator]
+    judged = config.loss_info().critic is not None
+    if judged or head is not None:
+        trained = next(p.dtype for p in model.parameters() if p.requires_grad)
+        if head is None:
+            head = ValueHead(model, trained)
+            load_value_head(head, Path(wanted.name).expanduser())
+        model.value_head = head.requires_grad_(judged)
+    return model.train()
+
+
+def _adapted(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
+    wanted, adapter = config.model, config.model.adapter
+    base: Any = model  # its name goes into the adapter's configuration
+    place = made if _is_only_here(wanted) else Path(base.name_or_path or wanted.name)
+    base.name_or_path = str(place.resolve() if place.is_dir() else place)
+    if adapter is not None:
+        model = adapter.put_on(model)
+    elif wanted.lora is not None:
+        model = lora(
+            model,
+            wanted.lora.r,
+            wanted.lora.alpha,
+            wanted.lora.targets,
+            dropout=wanted.lora.dropout,
+            seed=config.seed,
+        )
+    if wanted.autocast_dtype is not None:  # a classifier's head too, as PEFT keeps adapters
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.data = parameter.data.to(wide)
+    return model
+
+
+def _checkpoint(model: Any) -> None:
+    """Activation checkpointing, by its name in whichever transformers is installed; without the
+    KV cache, which transformers would switch off with a warning at the first batch."""
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    getattr(model, new if hasattr(model, new) else old)()
+    train_without_cache(model)
+
+
+def _is_only_here(wanted: ModelConfig) -> bool:
+    """Whether no folder or hub has the weights."""
+    if isinstance(wanted.id, str):
+        return is_random(wanted.id)
+    return not getattr(wanted.id, "name_or_path", "")
+
+
+def load_teacher(
+    config: TrainConfig, tokenizer: Any, device: torch.device, stage: Stage
+) -> nn.Module | None:
+    """The frozen model of ``[teacher]``. Raises ``ModelError`` or ``FetchError`` if there is no
+    such model, or it has another vocabulary."""
+    wanted = config.teacher
+    if wanted is None:
+        return None
+    if isinstance(wanted.id, nn.Module):
+        teacher = wanted.id.to(device)
+    else:
+        with stage(f"loading the teacher: {wanted.id}") as say:
+            bits = wanted.quantization
+            teacher, theirs = load_model(
+                wanted.id, wanted.dtype, device, quantization=bits, on_progress=say
+            )
+        if theirs is not None:
+            _check_vocabulary(wanted.id, theirs.get_vocab(), tokenizer.get_vocab())
+    train_without_cache(teacher)
+    return teacher.requires_grad_(False).eval()
+
+
+def _check_vocabulary(name: str, theirs: Mapping[str, int], own: Mapping[str, int]) -> None:
+    """Raises where an id means one token to the teacher and another to the model; either may have
+    tokens that the other has not."""
+    by_id = {number: token for token, number in theirs.items()}
+    other = [
+        token
+        for token, number in own.items()
+        if theirs.get(token, number) != number or by_id.get(number, token) != token
+    ]
+    if other:
+        raise ModelError(
+            f"teacher.id={name!r}: {len(other)} of the model's {len(own)} tokens, such as "
+            f"{other[0]!r}, have other ids there, and distributions are compared id by id; take a "
+            "teacher with the model's tokenizer"
+        )
