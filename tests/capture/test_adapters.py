@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxrl
-from tests.capture.test_repeated import CONFIG, batch, check, make, once
+from tests.capture.test_repeated import CONFIG, ONE, batch, check, make, once
 
 peft = pytest.importorskip("peft", reason="needs PEFT")
 
@@ -64,8 +64,8 @@ def test_both_forwards_are_rewritten(loss):
     """LoRA, and under ``raising`` a head that is trained as a copy of the frozen one."""
     model = adapted(modules_to_save=["head"] if loss is raising else None)
     step = fxrl.optimize(model, loss, replace(CONFIG, on_miss="error"))
-    check(step, model, loss)
-    check(step, model, loss, batch(3, 11))
+    for given in (batch(), batch(3, 11)):
+        check(step, model, loss, given)
     assert len(step.captures) == 1
     forwards = 3 if loss is nested else 2
     assert once(step) == f"{2 * forwards} layers were captured as 1"
@@ -86,9 +86,9 @@ def test_no_state_of_the_adapters_runs_the_graph_of_another():
         model.set_adapter(name)
         check(step, model, policy_first)
         with model.disable_adapter(), torch.no_grad():
-            assert step(batch()).item() == pytest.approx(policy_first(model, batch()).item())
+            assert step(ONE).item() == pytest.approx(policy_first(model, ONE).item())
             assert all(part.disable_adapters for part in model.modules() if hasattr(part, "lora_A"))
-        found.append(step(batch()).item())
+        found.append(step(ONE).item())
     assert len(set(found)) == 2
     assert len(step.captures) == 4  # each adapter, and its absence with either set
 
@@ -100,7 +100,7 @@ def test_a_weight_that_peft_would_wake_is_woken():
         one.base_model.model.layers[0].qkv.lora_A.requires_grad_(False)
     step = fxrl.optimize(model, policy_first, CONFIG)
     for _ in range(2):
-        found, wanted = step(batch()), policy_first(theirs, batch())
+        found, wanted = step(ONE), policy_first(theirs, ONE)
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
         for one, loss in ((model, found), (theirs, wanted)):
             one.zero_grad()

@@ -25,6 +25,7 @@ from tests.capture.mixer import (
     assert_matches_eager,
     assert_same,
     captures,
+    fixed,
     fused,
     grads,
     make_batch,
@@ -122,7 +123,7 @@ def own_head(model: nn.Module, batch: Any) -> Tensor:
 def test_a_head_inside_of_a_function_is_told_and_is_no_miss() -> None:
     model = make_model()
     step = optimize(model, own_head, CONFIG)
-    assert_matches_eager(step, own_head, model, make_batch())
+    assert_matches_eager(step, own_head, model, fixed(make_batch()))
     facts = [remark.reason for remark in step.report.of_kind("analysis")]
     assert any("multiplies by the head itself" in fact for fact in facts)
 
@@ -188,7 +189,7 @@ def with_a_bar(model: nn.Module, batch: Any) -> Tensor:
 def test_what_is_printed_ends_no_graph(loss_fn: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model()
     step = optimize(model, loss_fn, CONFIG)
-    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
     printed_to = capsys.readouterr()
     told = [printed_to.out, printed_to.err] if loss_fn is printed else [printed_to.out]
     for text, count in zip(told, (4, 2) if loss_fn is printed else (0,), strict=True):
@@ -215,7 +216,7 @@ def test_a_clock_tells_the_time_of_the_call() -> None:
     for seed in range(3):
         wanted, _ = timed(model, make_batch(seed=seed))
         begun = time.perf_counter()
-        loss, told = step(make_batch(seed=seed))
+        loss, told = step(fixed(make_batch(seed=seed)))
         assert_same(loss, wanted)
         assert 0 < told["seconds"] < time.perf_counter() - begun
         assert 0 < told["ns"] < 1e9 * (time.perf_counter() - begun)
@@ -244,7 +245,7 @@ def test_logging_ends_no_graph_and_its_levels_count(caplog: pytest.LogCaptureFix
     step = optimize(model, logged, CONFIG)
     for level in (logging.INFO, logging.DEBUG, logging.INFO):
         caplog.set_level(level, "tests")
-        assert_matches_eager(step, logged, model, make_batch())
+        assert_matches_eager(step, logged, model, fixed(make_batch()))
     assert fused(step)
     assert captures(step) == 2
     assert any("left out of the captured step: debug()" in r.reason for r in step.report.remarks)
@@ -258,7 +259,7 @@ def test_dynamo_logs_nothing_of_a_capture() -> None:
     dynamo = logging.getLogger("torch._dynamo.metrics_context")
     dynamo.addHandler(heard)
     model = make_model()
-    optimize(model, logged, CONFIG)(make_batch()).backward()
+    optimize(model, logged, CONFIG)(fixed(make_batch())).backward()
     dynamo.removeHandler(heard)
     assert said == []
 
@@ -354,7 +355,7 @@ def test_a_break_where_python_makes_something_else_of_the_result(ask: Any) -> No
 
     model = make_model()
     step = optimize(model, loss_fn, QUIET)
-    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
     assert fused(step)
 
 
@@ -390,7 +391,7 @@ def test_a_break_that_costs_nothing_is_a_fact() -> None:
 
     model = make_model()
     step = optimize(model, loss_fn, CONFIG)
-    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
     assert fused(step)
     (fact,) = [r for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
     assert "graph_break" in fact.reason
@@ -405,7 +406,7 @@ def test_a_builtin_that_breaks_is_a_fact_and_no_warning(
 
     model = make_model()
     step = optimize(model, loss_fn, CONFIG)
-    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
     assert fused(step)
     assert any("getloadavg" in r.reason for r in step.report.of_kind("analysis"))
     assert not [one for one in recwarn if "Dynamo" in str(one.message)]
@@ -492,7 +493,7 @@ def logps_scaled(logits: Tensor, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("helper", [logps_by, logps_scaled])
 def test_an_import_that_fails_ends_no_graph(helper: Any) -> None:
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return -helper(model(batch["ids"]), batch["ids"]).mean()

@@ -20,6 +20,7 @@ from tests.capture.mixer import (
     assert_matches_eager,
     assert_same,
     captures,
+    fixed,
     fused,
     make_batch,
     make_model,
@@ -44,7 +45,7 @@ HOOKS: dict[str, Callable[[Mixer], Any]] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_that_comes_and_goes(name: str) -> None:
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     step = optimize(model, policy_loss, QUIET)  # backward hooks end the graph, and it is told
     assert_matches_eager(step, policy_loss, model, batch)
     before = step(batch).item()
@@ -72,7 +73,7 @@ CHANGES: dict[str, Callable[[Mixer], Any]] = {
 
 
 def test_the_model_may_change() -> None:
-    model, batch = make_model(dropout=0.0), make_batch()
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
     step = optimize(model, policy_loss, CONFIG)
     for change in (lambda m: None, *CHANGES.values()):
         change(model)
@@ -99,7 +100,7 @@ def pickled(step: TrainStep) -> TrainStep:
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
 def test_a_copy_evaluates_the_copied_model_and_loss(make_copy) -> None:
-    batch, loss_fn = make_batch(), Scaled()
+    batch, loss_fn = fixed(make_batch()), Scaled()
     step = optimize(make_model(), loss_fn, CONFIG)
     value = step(batch).detach()
     other = make_copy(step)

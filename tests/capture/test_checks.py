@@ -18,6 +18,7 @@ from tests.capture.mixer import (
     assert_matches_eager,
     asserted,
     captures,
+    fixed,
     make_batch,
     make_model,
     token_logps,
@@ -80,7 +81,7 @@ def under_a_context(model: nn.Module, batch: Any) -> Tensor:
     ],
 )
 def test_a_check_costs_no_rewrite_and_raises_what_it_says(loss_fn, error, words):
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     step = optimize(model, loss_fn, CONFIG)
     assert_matches_eager(step, loss_fn, model, batch)
     assert captures(step) == 1
@@ -188,7 +189,7 @@ def test_layers_that_check_stay_one_body(compiled, monkeypatch):
 
     passes = ("restore-causal-attention", "outline-layers", "recompute", "fuse-linear-logprob")
     config = dataclasses.replace(CONFIG, compile_regions=compiled, passes=passes)
-    step, batch = optimize(model, loss_fn, config), make_batch()
+    step, batch = optimize(model, loss_fn, config), fixed(make_batch())
     assert_matches_eager(step, loss_fn, model, batch, 1e-6)
     (remark,) = (r for r in step.report.of_kind("applied") if r.pass_name == "outline-layers")
     assert "3 calls of 1 compiled body" in remark.reason

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxrl
+from tests.capture.mixer import fixed
 
 CONFIG = fxrl.Config(
     passes=("fuse-linear-logprob", "recompute"),
@@ -68,9 +69,12 @@ def batch(rows=2, length=7):
     return {"ids": torch.randint(VOCAB, (rows, length), generator=torch.manual_seed(length))}
 
 
-def check(step, model, loss=loss_fn, given=None):
+#: Of one size, for which no size is symbolic: half the time, where sizes are not the matter.
+ONE = fixed(batch())
+
+
+def check(step, model, loss=loss_fn, given=ONE):
     """Loss and every gradient equal eager's."""
-    given = given or batch()
     parameters = [p for p in model.parameters() if p.requires_grad]
     eager = loss(model, given)
     expected = torch.autograd.grad(eager, parameters, allow_unused=True)
@@ -94,7 +98,7 @@ def optimized(model, loss=loss_fn):
 def test_equal_layers_are_captured_once():
     model = make()
     step = optimized(model)
-    check(step, model)
+    check(step, model, given=batch())
     assert once(step) == "4 layers were captured as 1"
     check(step, model, given=batch(3, 11))
     assert len(step.captures) == 1
@@ -111,7 +115,7 @@ def test_the_graph_does_not_grow_with_depth():
 
 def test_each_layer_is_a_site_of_its_own():
     step = optimized(make())
-    step(batch())
+    step(ONE)
     assert {f"0:layers.{n}" for n in range(4)} <= step.plan.choices.keys()
 
 
@@ -284,9 +288,9 @@ def test_random_numbers_are_drawn_by_each_layer():
     model = make(Dropout)
     step = optimized(model)
     torch.manual_seed(1)
-    eager = loss_fn(model, batch())
+    eager = loss_fn(model, ONE)
     torch.manual_seed(1)
-    torch.testing.assert_close(step(batch()), eager)
+    torch.testing.assert_close(step(ONE), eager)
     assert once(step) == "4 layers were captured as 1"
 
 
@@ -388,7 +392,7 @@ def test_a_model_checkpointed_with_its_head_has_a_head(depth):
 
     model = make(Sized, Model_, depth=depth)
     step = fxrl.optimize(model, outside, CONFIG)
-    check(step, model, outside)
+    check(step, model, outside, batch())
     assert any(r.pass_name == "fuse-linear-logprob" for r in step.report.of_kind("applied"))
     assert not [r for r in step.report.remarks if "captured one by one" in r.reason]
 
@@ -506,7 +510,7 @@ class SwitchedTogether(Model):
 def test_layers_that_are_written_into_alike_stay_equal():
     model = make(Layer, SwitchedTogether)
     step = optimized(model)
-    check(step, model)
+    check(step, model, given=batch())
     assert once(step) == "8 layers were captured as 1"
     check(step, model, given=batch(3, 11))
     assert len(step.captures) == 1
@@ -551,7 +555,7 @@ def test_an_error_that_dynamo_lets_through_is_not_the_calls(monkeypatch):
 def test_layers_that_count_their_calls_count_them():
     model = make(Counts)
     step = optimized(model)
-    step(batch())
+    step(ONE)
     assert [layer.calls for layer in model.layers] == [1, 1, 1, 1]
 
 
@@ -684,7 +688,7 @@ def test_layers_run_in_the_dtype_of_autocast(inside):
     model = make(MixedLayer).float()
     step = optimized(model, loss)
     with autocast(not inside):
-        got, wanted = step(batch()), loss(model, batch())
+        got, wanted = step(ONE), loss(model, ONE)
     assert once(step)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
@@ -780,10 +784,10 @@ def test_adapters_that_are_switched():
     for name in ("default", "two", "default", "two"):
         model.set_adapter(name)
         check(step, model)
-        found.append(step(batch()).item())
+        found.append(step(ONE).item())
         with model.disable_adapter(), torch.no_grad():
-            torch.testing.assert_close(step(batch()), loss_fn(model, batch()), rtol=1e-10, atol=0)
-            found.append(step(batch()).item())
+            torch.testing.assert_close(step(ONE), loss_fn(model, ONE), rtol=1e-10, atol=0)
+            found.append(step(ONE).item())
     assert len(set(found)) == 3
     assert len(step.captures) == 4  # each adapter, and its absence with either set
 
@@ -792,9 +796,9 @@ def test_nothing_of_a_step_outlives_it():
     """Weights, whoever captured them; the loss that it returned can still be differentiated."""
     model = make()
     step = optimized(model)
-    loss = step(batch())
+    loss = step(ONE)
     step.model.layers[1].gain = 0.5
-    step(batch())
+    step(ONE)
     held = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(step._captured._repeated)]
     head = model.head.weight
     del model, step
@@ -825,8 +829,8 @@ def qwen(*layer_types):
     return transformers.AutoModelForCausalLM.from_config(config).double()
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_transformers_layers_of_two_kinds(use_cache):
+@pytest.mark.parametrize(("use_cache", "given"), [(True, ONE), (False, batch())])
+def test_transformers_layers_of_two_kinds(use_cache, given):
     model = qwen(*("full", "sliding") * 2)
 
     def loss(model, batch):
@@ -835,7 +839,7 @@ def test_transformers_layers_of_two_kinds(use_cache):
         return -logp.gather(-1, batch["ids"][:, 1:, None]).mean()
 
     step = optimized(model, loss)
-    check(step, model, loss)
+    check(step, model, loss, given)
     assert once(step) == "4 layers were captured as 2"
 
 

@@ -13,6 +13,7 @@ from tests.capture.mixer import (
     QUIET,
     assert_same,
     captures,
+    fixed,
     fused,
     grads,
     make_batch,
@@ -49,7 +50,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_torch_func_around_a_step_runs_as_written_and_is_told(name: str) -> None:
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
 
     def through(step: TrainStep, adv: torch.Tensor) -> object:
         return TRANSFORMS[name](lambda adv: step(batch | {"adv": adv}), batch["adv"])
@@ -67,7 +68,7 @@ def test_torch_func_around_a_step_runs_as_written_and_is_told(name: str) -> None
 
 @pytest.mark.parametrize("passes", [None, ("chunk-vocab-region",)], ids=["fused", "region"])
 def test_a_second_derivative_is_refused_with_a_cure(passes: tuple[str, ...] | None) -> None:
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     config = Config(min_saved_bytes=0, compile_regions=False, on_miss="ignore", passes=passes)
     step = optimize(model, policy_loss, config)
     (first,) = torch.autograd.grad(step(batch), [model.mix.weight], create_graph=True)

@@ -29,6 +29,7 @@ from tests.capture.mixer import (
     assert_matches_eager,
     assert_same,
     captures,
+    fixed,
     fused,
     grads,
     make_batch,
@@ -63,7 +64,7 @@ def as_ddp_does(rank: int, kind: type[Mixer], options: dict[str, Any]) -> None:
     step = optimize(model, policy_loss, CONFIG)
 
     def both(seed: int) -> None:
-        batch = make_batch(seed=10 * seed + rank)
+        batch = fixed(make_batch(seed=10 * seed + rank))
         for loss in (policy_loss(eager, batch), step(batch)):
             loss.backward()
 
@@ -83,7 +84,7 @@ def as_ddp_does(rank: int, kind: type[Mixer], options: dict[str, Any]) -> None:
     one.load_state_dict(model.module.state_dict())
     for seed in (5, 6):
         with model.no_sync() if seed == 5 else nullcontext():
-            step(make_batch(seed=10 * seed + rank)).backward()
+            step(fixed(make_batch(seed=10 * seed + rank))).backward()
         for other in range(2):
             (policy_loss(one, make_batch(seed=10 * seed + other)) / 2).backward()
     wanted, got = grads(one), grads(model)
@@ -113,7 +114,7 @@ def as_whole_weights_do(rank: int) -> None:
         one.embed.requires_grad_(False)
         one.head.requires_grad_(False)
     model, whole = (DistributedDataParallel(one) for one in (shard(model), whole))
-    step, batch = optimize(model, policy_loss, CONFIG), make_batch(seed=rank)
+    step, batch = optimize(model, policy_loss, CONFIG), fixed(make_batch(seed=rank))
     for loss in (policy_loss(whole, batch), step(batch)):
         loss.backward()
     torch.testing.assert_close(model.module.mix.weight.grad, whole.module.mix.weight.grad)
@@ -142,7 +143,7 @@ def test_attributes_and_hooks_of_the_wrapper_are_seen() -> None:
         return policy_loss(model, batch) + model.module.mix.weight.square().mean()
 
     step = optimize(model, loss_fn, CONFIG)
-    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
     assert fused(step)
     assert step.verify(make_batch()).ok
 
@@ -267,7 +268,9 @@ def test_the_numbers_of_a_closed_wrapper_are_eagers(make) -> None:
     model = make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_matches_eager(optimize(model, policy_loss, QUIET), policy_loss, model, make_batch())
+        assert_matches_eager(
+            optimize(model, policy_loss, QUIET), policy_loss, model, fixed(make_batch())
+        )
 
 
 @pytest.mark.usefixtures("_alone")
@@ -276,7 +279,7 @@ def test_what_a_closed_wrapper_breaks_has_no_cure_but_the_wrappers(make) -> None
     """No line of the loss can be moved, and no value returned, that would bring the head back."""
     torch._dynamo.reset()
     step = optimize(make(), policy_loss, QUIET)
-    step(make_batch())
+    step(fixed(make_batch()))
     wrapper, *others = step.report.of_kind("missed")
     assert "DistributedDataParallel" in wrapper.cure or "DDP" in wrapper.cure
     assert {r.pass_name for r in others} >= {"capture", "fuse-linear-logprob"}
@@ -293,5 +296,5 @@ def test_an_open_wrapper_keeps_the_rewrite(wrap: Any) -> None:
     torch._dynamo.reset()
     model = wrap(make_model())
     step = optimize(model, policy_loss, CONFIG)
-    assert_matches_eager(step, policy_loss, model, make_batch())
+    assert_matches_eager(step, policy_loss, model, fixed(make_batch()))
     assert fused(step)

@@ -17,6 +17,7 @@ from tests.capture.mixer import (
     Mixer,
     assert_matches_eager,
     assert_same,
+    fixed,
     fused,
     grads,
     make_batch,
@@ -120,7 +121,7 @@ def test_a_forward_that_writes(write: Callable[[nn.Linear], None]) -> None:
     eager.load_state_dict(model.state_dict())
     step = optimize(model, policy_loss, CONFIG)
     for seed in range(2):
-        batch = make_batch(seed=seed)
+        batch = fixed(make_batch(seed=seed))
         losses = step(batch), policy_loss(eager, batch)
         for loss in losses:
             loss.backward()
@@ -141,7 +142,7 @@ def test_a_value_that_is_written_under_no_grad_passes_its_gradient_on() -> None:
         return -token_logps(logits, batch["ids"]).mean()
 
     model = make_model()
-    assert_matches_eager(optimize(model, loss_fn, QUIET), loss_fn, model, make_batch())
+    assert_matches_eager(optimize(model, loss_fn, QUIET), loss_fn, model, fixed(make_batch()))
 
 
 def overwritten_infinities(logits: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ def test_gradients_of_what_is_written(change: Callable[[Tensor], Tensor]) -> Non
         return -token_logps(change(model(batch["ids"])), batch["ids"]).mean()
 
     model = make_model()
-    assert_matches_eager(optimize(model, loss_fn, QUIET), loss_fn, model, make_batch())
+    assert_matches_eager(optimize(model, loss_fn, QUIET), loss_fn, model, fixed(make_batch()))
 
 
 def a_gradient_for_the_detached(logits: Tensor, scale: Tensor) -> Tensor:
@@ -232,7 +233,7 @@ def test_what_no_functional_graph_can_say_runs_as_written(
     model, eager = make_model(), make_model()  # some write into the model
     step = optimize(model, loss_fn, QUIET)
     torch.manual_seed(0)
-    got = outcome(step, model, make_batch())
+    got = outcome(step, model, fixed(make_batch()))
     torch.manual_seed(0)
     wanted = outcome(lambda batch: loss_fn(eager, batch), eager, make_batch())
     assert_same(got, wanted)
@@ -247,5 +248,5 @@ def test_operators_whose_names_end_like_writes_are_none() -> None:
 
     model = make_model()
     step = optimize(model, loss_fn, CONFIG)
-    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
     assert fused(step)

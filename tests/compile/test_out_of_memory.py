@@ -25,10 +25,12 @@ from fxrl.ops.out_of_memory import MemoryWarning
 from fxrl.planner.budget import Limits
 from fxrl.planner.target import TARGETS
 from fxrl.step import TrainStep
+from tests.capture.mixer import fixed
 from tests.passes.layered import make_stack, square_loss
 
 LAYERS = 3
-IDS = {"ids": torch.randint(0, 11, (2, 256), generator=torch.Generator().manual_seed(0))}
+DRAWN = torch.randint(0, 11, (2, 256), generator=torch.Generator().manual_seed(0))
+IDS = fixed({"ids": DRAWN.clone()})
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +87,10 @@ def make_step(plan=None, *, layers=LAYERS, link=None, **options):
     return TrainStep(model, square_loss, config, backend=backend)
 
 
-def gradients(step):
+def gradients(step, batch=IDS):
     """The loss and every gradient of one step."""
     step.model.zero_grad()
-    loss = step(IDS)
+    loss = step(batch)
     loss.backward()
     found = {name: p.grad for name, p in step.model.named_parameters() if p.requires_grad}
     return {"loss": loss.detach()} | {name: grad.clone() for name, grad in found.items()}
@@ -217,7 +219,7 @@ def test_a_plan_that_leaves_no_choice_names_the_largest_part(allocator):
     step = make_step(given)
     allocator.fail("forward", 2)
     with pytest.raises(torch.OutOfMemoryError, match=r"layer 2: .* most of it, in .* would fit"):
-        step(IDS)
+        step({"ids": DRAWN})  # of another length
 
 
 def test_a_backward_that_nothing_helps_says_so(allocator):
@@ -313,14 +315,14 @@ def test_copies_that_came_ahead_are_let_go_and_copied_again(allocator):
 )
 def test_what_other_lengths_cached_is_given_back(monkeypatch, room, cached, lengths, given_back):
     """Before a step that comes near what the GPU has, when no block of it is in use."""
-    step = make_step()
-    expected, found, now = gradients(step), [], []
+    step, longest = make_step(), {"ids": DRAWN}
+    expected, found, now = gradients(step, longest), [], []
     peak = step.plan.peak_gpu_bytes
     monkeypatch.setattr(by_plan, "cached_bytes", lambda device: int(cached * peak))
     monkeypatch.setattr(by_plan, "gpu_room", lambda device: int(room * peak))
     monkeypatch.setattr(by_plan, "give_back", lambda device: found.extend(now))
     for length in lengths:
         now[:] = [length]
-        step({"ids": IDS["ids"][:, :length]}).backward()
+        step({"ids": DRAWN[:, :length]}).backward()
     assert found == given_back
-    assert_equal(gradients(step), expected)
+    assert_equal(gradients(step, longest), expected)

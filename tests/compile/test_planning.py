@@ -15,7 +15,7 @@ from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import lora, tiny_config
 from fxrl.planner.target import TARGETS
 from fxrl.step import TrainStep
-from tests.capture.mixer import assert_matches_eager
+from tests.capture.mixer import assert_matches_eager, fixed
 from tests.passes.layered import make_stack, square_loss
 from tests.planner.test_memory_profile import most_allocated
 
@@ -168,7 +168,7 @@ def test_a_step_allocates_what_its_plan_says(loss_fn, kept):
     """By the CPU allocator's count: bodies run op by op here, and attention has its own scratch."""
     torch.manual_seed(0)
     model = make_stack(3, width=64, heads=4)
-    ids = {name: torch.randint(0, 11, (2, 1024)) for name in ("ids", "other")}
+    ids = fixed({name: torch.randint(0, 11, (2, 1024)) for name in ("ids", "other")})
     names = {"p": "products", "i": "inputs"}
     given = Plan({f"0:blocks.{i}": CutLayer(names[one]) for i, one in enumerate(kept)})
     step = stepped(model, loss_fn, given, gpu_memory="1GiB")
@@ -188,7 +188,7 @@ def test_a_step_allocates_what_its_plan_says(loss_fn, kept):
 def test_two_forwards_run_as_planned():
     torch.manual_seed(0)
     model = wide_stack()
-    ids = {n: torch.randint(0, 11, (2, t)) for n, t in (("ids", 512), ("other", 256))}
+    ids = fixed({n: torch.randint(0, 11, (2, t)) for n, t in (("ids", 512), ("other", 256))})
     peak = stepped(model, two_forwards, gpu_memory="1GiB").plan_for(ids).peak_gpu_bytes
     step = stepped(model, two_forwards, gpu_memory=int(0.8 * peak))
     for _ in range(2):
@@ -374,7 +374,7 @@ def of_micro_batches(step, model, ids, count):
 
 
 def test_gradients_of_another_micro_batch_count():
-    model, ids = wide_weights(), {"ids": torch.randint(0, 11, (2, 128))}
+    model, ids = wide_weights(), fixed({"ids": torch.randint(0, 11, (2, 128))})
     weights = sum(p.nbytes for p in model.parameters())
     step = fxrl.optimize(model, square_loss, config(gpu_memory="1GiB"))
     alone, later = (step.plan_for(ids, accumulated=more) for more in (False, True))
@@ -394,7 +394,7 @@ def test_gradients_of_another_micro_batch_count():
 
 
 def test_a_micro_batch_that_does_not_fit_beside_gradients_gets_a_plan_of_its_own():
-    model, ids = wide_weights(), {"ids": torch.randint(0, 11, (2, 512))}
+    model, ids = wide_weights(), fixed({"ids": torch.randint(0, 11, (2, 512))})
     free = fxrl.optimize(model, square_loss, config(gpu_memory="1GiB"))
     budget = int(1.04 * free.plan_for(ids).peak_gpu_bytes)
     assert 0.97 * budget < free.plan_for(ids, accumulated=True).peak_gpu_bytes

@@ -12,6 +12,7 @@ from fxrl.models import quantize
 from fxrl.ops.fp8 import RECIPES, quantized_weight
 from fxrl.ops.rounded import RoundedWeight
 from fxrl.passes import fp8_lora
+from tests.capture.mixer import fixed
 from tests.passes.layered import ids_batch, square_loss
 from tests.passes.test_fp8_lora import gated
 
@@ -25,7 +26,7 @@ def _fresh():
 
 def verified(model, **options):
     config = {"precision": "fp8", "on_miss": "ignore", "compile_regions": False} | options
-    return fxrl.optimize(model, square_loss, fxrl.Config(**config)).verify(ids_batch())
+    return fxrl.optimize(model, square_loss, fxrl.Config(**config)).verify(fixed(ids_batch()))
 
 
 RIGHT = [

@@ -16,7 +16,7 @@ CASES = (
     "dequantized_cases.py",
     "head_checks.py",
     "hopper_cases.py,24",
-    "kernel_cases.py,60",
+    "kernel_cases.py,40",
     "sample_cases.py",
 )
 

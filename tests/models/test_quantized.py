@@ -12,6 +12,7 @@ from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import ModelError, Quantization, QuantizedLinear, quantize
 from fxrl.ops import dequantized as op
 from fxrl.ops.dequantized import FORMATS, quantized, widened
+from tests.capture.mixer import fixed
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
 
 #: Relative error of a normal weight.
@@ -79,7 +80,7 @@ def test_a_step_over_quantised_layers(format, passes):
     plan = Plan(cuts if passes else {})
     config = fxrl.Config(passes=passes, compile_regions=False, on_miss="error")
     step = fxrl.optimize(model, square_loss, config, plan=plan)
-    made, expected = step(ids_batch()), square_loss(twin, ids_batch())
+    made, expected = step(fixed(ids_batch())), square_loss(twin, ids_batch())
     torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
     made.backward()
     expected.backward()
@@ -97,7 +98,7 @@ def test_what_is_held_in_fp8_is_multiplied_in_fp8():
     model, twin = frozen("fp8")
     config = fxrl.Config(precision="fp8", compile_regions=False, on_miss="error")
     steps = [fxrl.optimize(each, square_loss, config) for each in (model, twin)]
-    made, expected = (step(ids_batch()) for step in steps)
+    made, expected = (step(fixed(ids_batch())) for step in steps)
     torch.testing.assert_close(made, expected, rtol=1e-6, atol=0)
     remarks = steps[0].report.of_kind("applied")
     assert [r.reason.partition("FP8, ")[2] for r in remarks] == ["as it is held"] * 14

@@ -35,6 +35,7 @@ from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
 from fxrl.ops.piecewise_head import PART, Held
 from fxrl.ops.sharded import Layout, Peers, Shards, new_part
 from fxrl.rl.loop.fingerprint import of_weights
+from tests.capture.mixer import fixed
 from tests.compile.shared_sequences import in_ranks
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
 
@@ -68,7 +69,7 @@ def three_steps(model, optimized=True):
     step = fxrl.optimize(model, square_loss, config, plan=plan)
     losses = []
     for seed in range(3):
-        batch = {"ids": ids_batch(seed=seed)["ids"].to(trained[0].device)}
+        batch = fixed({"ids": ids_batch(seed=seed)["ids"].to(trained[0].device)})
         optimizer.zero_grad()
         loss = step(batch) if optimized else square_loss(model, batch)
         loss.backward()
@@ -102,13 +103,13 @@ def adapted(model):
 
 
 def token_batches():
-    """Rows with padding, and a row of three documents."""
+    """Rows with padding, whose sizes are fixed, and a row of three documents of any length."""
     ids = torch.randint(0, 321, (2, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[0, 8:] = 0
     positions = torch.cat([torch.arange(n) for n in (5, 4, 3)])[None]
     return {
-        "padded": {"input_ids": ids, "attention_mask": mask},
+        "padded": fixed({"input_ids": ids.clone(), "attention_mask": mask}),
         "packed": {"input_ids": ids[:1], "position_ids": positions},
     }
 

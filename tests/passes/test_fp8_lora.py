@@ -22,6 +22,7 @@ from fxrl.passes.fp8_lora import Fp8Lora
 from fxrl.passes.inline_layers import InlineLayers
 from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.planner.target import TARGETS
+from tests.capture.mixer import fixed
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
 from tests.passes.lowered import lowered, plain, runnable
 
@@ -346,13 +347,13 @@ def test_cuts_tiles_and_offloading_of_layers():
     model = gated(len(CUTS))
     plan = Plan({f"0:blocks.{i}": cut for i, cut in enumerate(CUTS)})
     step = fxrl.optimize(model, square_loss, fxrl.Config(**FP8, passes=ALL), plan=plan)
-    assert_same(step, model, ids_batch())
+    assert_same(step, model, fixed(ids_batch()))
 
 
 def test_a_layer_that_is_checkpointed_op_by_op():
     model = gated(2, checkpointed=True)
     step = fxrl.optimize(model, square_loss, fxrl.Config(**FP8))
-    assert_same(step, model, ids_batch())
+    assert_same(step, model, fixed(ids_batch()))
     assert len([r for r in step.report.of_kind("applied") if r.pass_name == "fp8-lora"]) == 14
 
 
@@ -373,10 +374,10 @@ def test_other_recipes_are_near_too(recipe, gradient, features):
 def test_a_weight_that_is_written_to_is_quantised_again():
     model = gated(1)
     step = fxrl.optimize(model, square_loss, fxrl.Config(**FP8))
-    step(ids_batch())
+    step(fixed(ids_batch()))
     with torch.no_grad():
         model.blocks[0].out.weight.mul_(torch.rand(32, 1) + 0.5)
-    assert_same(step, model, ids_batch())
+    assert_same(step, model, fixed(ids_batch()))
 
 
 class MlpAlone(GatedBlock):
@@ -407,7 +408,8 @@ def logprob_loss(model, batch):
 def test_all_linears_of_a_tiny_qwen3():
     """Rounding to e4m3 takes 3.6 % of each product; of a model of 14 in a row, gradients show it."""
     model = lora(load_model("tiny:qwen3", "bf16")[0], r=4, seed=0)
-    batch = {"ids": torch.randint(3, 250, (4, 48), generator=torch.Generator().manual_seed(0))}
+    draw = torch.Generator().manual_seed(0)
+    batch = fixed({"ids": torch.randint(3, 250, (4, 48), generator=draw)})
     expected = logprob_loss(model, batch)
     theirs = gradients(expected, model)
     step = fxrl.optimize(model, logprob_loss, fxrl.Config(precision="fp8", on_miss="ignore"))
@@ -428,7 +430,7 @@ def test_twenty_updates_take_the_loss_where_bf16_takes_it():
     for rounded in (False, True):
         model = lora(load_model("tiny:qwen3:layers=1", "bf16")[0], r=4, seed=0)
         draw = torch.Generator().manual_seed(0)
-        batch = {"ids": torch.randint(3, 250, (4, 24), generator=draw)}
+        batch = fixed({"ids": torch.randint(3, 250, (4, 24), generator=draw)})
         config = fxrl.Config(precision="fp8", on_miss="ignore", compile_regions=False)
         step = (
             fxrl.optimize(model, logprob_loss, config) if rounded else partial(logprob_loss, model)

@@ -217,7 +217,7 @@ def test_features_of_a_head_may_be_taken_apart():
     step = fxrl.optimize(
         model, square_loss, ONE_BY_ONE, plan=Plan({"0:blocks.0": CutLayer(head_groups=4)})
     )
-    assert_matches_eager(step, square_loss, model, ids_batch(), tol=1e-12)
+    assert_matches_eager(step, square_loss, model, fixed(ids_batch()), tol=1e-12)
     assert "group-heads" in {r.pass_name for r in step.report.of_kind("applied")}
 
 
@@ -273,7 +273,7 @@ def test_compiled():
 
 
 def test_bf16_is_no_further_from_the_truth_than_eager():
-    exact, batch = make_stack(2, heads=4, width=64), ids_batch(4, 32)
+    exact, batch = make_stack(2, heads=4, width=64), fixed(ids_batch(4, 32))
     model = make_stack(2, heads=4, width=64).bfloat16()
     exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
     _, true = outcome(lambda b: square_loss(exact, b), exact, batch)
@@ -292,7 +292,7 @@ def test_bf16_is_no_further_from_the_truth_than_eager():
 @pytest.mark.parametrize(("cut", "forwards"), [("attention", 1), ("inputs", 3)])
 def test_what_attention_returned_is_kept_by_groups(cut, forwards):
     """As in a layer whose heads run together: as many bytes, and attention runs no second time."""
-    model, batch, kept = make_stack(2, heads=4), ids_batch(4, 16), {}
+    model, batch, kept = make_stack(2, heads=4), fixed(ids_batch(4, 16)), {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for groups in (0, 4):
         plan = Plan({f"0:blocks.{i}": CutLayer(cut, head_groups=groups) for i in range(2)})
@@ -308,7 +308,7 @@ def test_what_attention_returned_is_kept_by_groups(cut, forwards):
 
 
 def test_no_more_than_a_group_is_alive():
-    model, batch, heads = make_stack(2, heads=4), ids_batch(4, 16), {}
+    model, batch, heads = make_stack(2, heads=4), fixed(ids_batch(4, 16)), {}
     for groups in (0, 4):
         plan = Plan({f"0:blocks.{i}": CutLayer("attention", head_groups=groups) for i in range(2)})
         step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=plan)

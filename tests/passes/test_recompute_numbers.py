@@ -8,7 +8,7 @@ import torch
 
 import fxrl
 from fxrl.ir.plan import CutLayer, Plan
-from tests.capture.mixer import assert_matches_eager, outcome
+from tests.capture.mixer import assert_matches_eager, fixed, outcome
 from tests.compile.region_cases import saved_bytes
 from tests.passes.layered import ids_batch, make_stack, square_loss
 
@@ -61,7 +61,7 @@ def test_any_choice_for_any_layer_has_eagers_numbers(checkpointed):
 
 def held_in(cut, places):
     """Loss, gradients and kept bytes of three such layers, and what was moved."""
-    model, batch = make_stack(3), ids_batch(4, 32)
+    model, batch = make_stack(3), fixed(ids_batch(4, 32))
     plan = Plan({f"0:blocks.{i}": CutLayer(cut, *there) for i, there in enumerate(places)})
     step = fxrl.optimize(model, square_loss, HOST, plan=plan)
     loss, grads = outcome(step, model, batch)
@@ -143,7 +143,7 @@ def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("up" in name)
     step = fxrl.optimize(model, square_loss, ONLY)
-    assert_matches_eager(step, square_loss, model, ids_batch(), tol=1e-12)
+    assert_matches_eager(step, square_loss, model, fixed(ids_batch()), tol=1e-12)
     assert len(step.captures[0].kernels) == 1
 
 
@@ -151,7 +151,7 @@ def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
 def test_dropout_draws_what_eager_draws(checkpointed):
     model = make_stack(2, dropout=0.5, checkpointed=checkpointed)
     step = fxrl.optimize(model, square_loss, ONLY)
-    batch = ids_batch(3, 7)
+    batch = fixed(ids_batch(3, 7))
     results = []
     for function in (step, lambda b: square_loss(model, b)):
         model.zero_grad(set_to_none=True)
@@ -196,7 +196,7 @@ def activations(model, function, batch):
 def test_keep_saves_less_than_eager_does():
     model = make_stack(3)
     step = fxrl.optimize(model, square_loss, ONLY)
-    batch = ids_batch(4, 32)
+    batch = fixed(ids_batch(4, 32))
     step(batch)
     assert activations(model, step, batch) < activations(model, eager_of(model), batch)
 
@@ -204,7 +204,7 @@ def test_keep_saves_less_than_eager_does():
 def test_recompute_keeps_the_layers_inputs():
     eager, model = make_stack(3), make_stack(3, checkpointed=True)
     step = fxrl.optimize(model, square_loss, ONLY)
-    batch = ids_batch(4, 32)
+    batch = fixed(ids_batch(4, 32))
     step(batch)
     assert activations(model, step, batch) <= activations(model, eager_of(model), batch)
     assert activations(model, step, batch) < 0.5 * activations(eager, eager_of(eager), batch)

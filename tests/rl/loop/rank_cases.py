@@ -183,9 +183,10 @@ def updates():
     model, found = Means(), {}
     with joined() as ranks:
         found["overlapped"] = overlapped(ranks)
-        cases = [(loss, LAYOUTS[i % 3], "") for i, loss in enumerate(LOSSES)]
+        # Each loss in one layout of four ranks, and in the next one of two.
+        turn = 1 if ranks.size == 2 else 0
+        cases = [(loss, LAYOUTS[(i + turn) % 3], "") for i, loss in enumerate(LOSSES)]
         if ranks.size == 2:
-            cases += [(loss, LAYOUTS[(i + 1) % 3], "") for i, loss in enumerate(LOSSES)]
             cases += [("dapo", "right", "optimized")]
         else:  # two ranks each have the same micro-batches, as ranks that share sequences do
             cases += [(loss, "right", "shared") for loss in ("gspo", "dapo")]
