@@ -503,6 +503,40 @@ class SwitchedTogether(Model):
         return x
 
 
+class Context:
+    """What no layer holds, and all may read."""
+
+    layer, seen = 0, [0.5]
+
+
+class ReadsTheContext(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * (1 + Context.now.layer)
+
+
+class TellsTheContext(Model):
+    def body(self, x):
+        for number, layer in enumerate(self.layers):
+            Context.now.layer = number
+            x = layer(x)
+        return x
+
+
+class CountsInTheContext(Layer):
+    def forward(self, x, bias=None, seen=None):
+        Context.seen.append(1.0)
+        return super().forward(x)
+
+
+class ReadsTheCount(Model):
+    def body(self, x):
+        Context.seen.clear()
+        return super().body(x) * len(Context.seen)
+
+
+Context.now = Context()
+
+
 def test_layers_that_are_written_into_alike_stay_equal():
     model = make(Layer, SwitchedTogether)
     step = optimized(model)
@@ -521,8 +555,10 @@ def test_layers_that_are_written_into_alike_stay_equal():
         (Layer, Halves),
         (Layer, Biased),
         (Layer, SwitchedInside),
+        (ReadsTheContext, TellsTheContext),
+        (CountsInTheContext, ReadsTheCount),
     ],
-    ids=["number", "name", "leak", "modes", "arguments", "written"],
+    ids=["number", "name", "leak", "modes", "arguments", "written", "context", "count"],
 )
 def test_a_layer_that_differs_in_the_trace(kind, model):
     model = make(kind, model)
