@@ -12,7 +12,7 @@ import gc
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -217,6 +217,14 @@ def _told(value: Any) -> Any:
 def _same(value: Any) -> tuple[int, Any]:
     """Equal for itself alone; it lives on, so that no other has its id."""
     return id(value), value
+
+
+def looked_up_by(ids: Container[int]) -> bool:
+    """Whether traced code has read a dictionary or a set that has these objects, told by their ids,
+    or the ids themselves, for keys."""
+    effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
+    keyed = (one for one in effects.keepalive if isinstance(one, (dict, set, frozenset)))
+    return any((key if type(key) is int else id(key)) in ids for one in keyed for key in one)
 
 
 # Dynamo says of every cached function that it traces through; whose it is nobody can change here.

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import in_graph, uncollected, written_by_trace
+from fxrl.capture._torch import in_graph, looked_up_by, uncollected, written_by_trace
 from fxrl.capture.opaque import autocasts
 from fxrl.ir.graph import memory_like
 from fxrl.ir.remark import Refusal
@@ -376,6 +376,8 @@ def ends(token: int, begin: Tensor, result: Any) -> Any:
     layer = _LAYERS[token]
     if written_by_trace() != layer.written:
         raise Refusal(f"{layer.path} writes into Python objects")
+    if looked_up_by(layer.layout.held):
+        raise Refusal(f"{layer.path}, or a part of it, is what something is looked up by")
     layer.result = result
     return pytree.tree_map_only(Tensor, torch.clone, result)
 

@@ -537,6 +537,17 @@ class ReadsTheCount(Model):
 Context.now = Context()
 
 
+class LooksItsGainUp(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * Context.gains[self]
+
+
+class KnowsItsLayers(Model):
+    def __init__(self, kind):
+        super().__init__(kind)
+        Context.gains = {layer: 1.0 + number for number, layer in enumerate(self.layers)}
+
+
 def test_layers_that_are_written_into_alike_stay_equal():
     model = make(Layer, SwitchedTogether)
     step = optimized(model)
@@ -557,8 +568,9 @@ def test_layers_that_are_written_into_alike_stay_equal():
         (Layer, SwitchedInside),
         (ReadsTheContext, TellsTheContext),
         (CountsInTheContext, ReadsTheCount),
+        (LooksItsGainUp, KnowsItsLayers),
     ],
-    ids=["number", "name", "leak", "modes", "arguments", "written", "context", "count"],
+    ids="number name leak modes arguments written context count lookup".split(),
 )
 def test_a_layer_that_differs_in_the_trace(kind, model):
     model = make(kind, model)
