@@ -570,7 +570,7 @@ def test_layers_that_are_written_into_alike_stay_equal():
         (CountsInTheContext, ReadsTheCount),
         (LooksItsGainUp, KnowsItsLayers),
     ],
-    ids="number name leak modes arguments written context count lookup".split(),
+    ids=["number", "name", "leak", "modes", "arguments", "written", "context", "count", "lookup"],
 )
 def test_a_layer_that_differs_in_the_trace(kind, model):
     model = make(kind, model)
