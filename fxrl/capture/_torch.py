@@ -191,10 +191,12 @@ def guarded_names() -> set[str]:
 
 def written_by_trace() -> dict[int, Any]:
     """What traced code has written into Python objects that are older than the trace, by the
-    objects' ids; equal where the same has been written."""
-    effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
+    objects' ids; equal where the same has been written. Python's random generator is one of them,
+    which moves on with each number that is drawn."""
+    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    effects, drawn = output.side_effects, output.random_calls
     older = (ValueMutationExisting, AttributeMutationExisting)
-    return {
+    return {id(drawn): len(drawn)} | {
         key: _written(effects.store_attr_mutations.get(held, {}), held)
         for key, held in list(effects.id_to_variable.items())  # torch 2.11 adds some where asked
         if isinstance(held.mutation_type, older) and effects.is_modified(held)
