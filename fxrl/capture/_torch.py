@@ -222,11 +222,15 @@ def _same(value: Any) -> tuple[int, Any]:
 
 
 def looked_up_by(ids: Container[int]) -> bool:
-    """Whether traced code has read a dictionary or a set that has these objects, told by their ids,
-    or the ids themselves, for keys."""
+    """Whether traced code has read a dictionary, set or list that holds modules of these ids, or
+    the ids themselves, as its keys or items."""
     effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
-    keyed = (one for one in effects.keepalive if isinstance(one, (dict, set, frozenset)))
-    return any((key if type(key) is int else id(key)) in ids for one in keyed for key in one)
+    found = (one for one in effects.keepalive if isinstance(one, (dict, set, frozenset, list)))
+    return any(
+        key in ids if type(key) is int else isinstance(key, torch.nn.Module) and id(key) in ids
+        for one in found
+        for key in one
+    )
 
 
 # Dynamo says of every cached function that it traces through; whose it is nobody can change here.

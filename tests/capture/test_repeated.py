@@ -5,6 +5,7 @@ import random
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -281,12 +282,17 @@ def test_layers_of_a_functional_call_are_regions():
     assert {f"0:layers.{i}" for i in range(4)} <= step.plan.choices.keys()
 
 
-class Scaled(Layer):
+class Drawn(Layer):
     def forward(self, x, bias=None, seen=None):
         return super().forward(x) * random.uniform(0.5, 1.5)
 
 
-class ScaledByItsOwn(Layer):
+class DrawnByNumpy(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * torch.from_numpy(np.random.rand(HIDDEN))
+
+
+class DrawnByAGenerator(Layer):
     generator = random.Random()
 
     def forward(self, x, bias=None, seen=None):
@@ -294,14 +300,19 @@ class ScaledByItsOwn(Layer):
 
 
 def seed(number):
-    for own in (torch.manual_seed, random.seed, ScaledByItsOwn.generator.seed):
+    for own in (torch.manual_seed, random.seed, np.random.seed, DrawnByAGenerator.generator.seed):
         own(number)
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Dropout, "4 layers were captured as 1"), (Scaled, ""), (ScaledByItsOwn, "")],
-    ids=["torch", "Python", "a generator"],
+    [
+        (Dropout, "4 layers were captured as 1"),
+        (Drawn, ""),
+        (DrawnByNumpy, ""),
+        (DrawnByAGenerator, ""),
+    ],
+    ids=["torch", "Python", "NumPy", "a generator"],
 )
 def test_random_numbers_are_drawn_by_each_layer(kind, said):
     model = make(kind)
