@@ -12,7 +12,7 @@ import gc
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -189,28 +189,47 @@ def guarded_names() -> set[str]:
     return {re.split(r"[.\[]", name)[-1].strip("'\"]") for name in names}
 
 
-def written_by_trace(among: Iterable[int] | None = None) -> dict[int, Any]:
+def written_by_trace() -> dict[int, Any]:
     """What traced code has written into Python objects that are older than the trace, by the
-    objects' ids: the attributes set to constants with their values, otherwise something equal to
-    nothing else. ``among`` restricts the ids."""
-    effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
-    known = effects.id_to_variable
-    keys = list(known) if among is None else among  # torch 2.11 adds some where a value is asked
-    asked = [(key, known[key]) for key in keys if key in known]
+    objects' ids; equal where the same has been written. Python's random generator is one of them,
+    which moves on with each number that is drawn."""
+    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    effects, drawn = output.side_effects, output.random_calls
     older = (ValueMutationExisting, AttributeMutationExisting)
-    return {
+    return {id(drawn): len(drawn)} | {
         key: _written(effects.store_attr_mutations.get(held, {}), held)
-        for key, held in asked
+        for key, held in list(effects.id_to_variable.items())  # torch 2.11 adds some where asked
         if isinstance(held.mutation_type, older) and effects.is_modified(held)
     }
 
 
 def _written(attributes: dict[str, Any], held: Any) -> Any:
-    constant = attributes and all(value.is_python_constant() for value in attributes.values())
-    return (
-        {name: value.as_python_constant() for name, value in attributes.items()}
-        if constant
-        else id(held)
+    items = getattr(held, "items", None)
+    if isinstance(items, dict):
+        return {key: _same(value) for key, value in items.items()}
+    if isinstance(items, list):
+        return [*map(_same, items)]
+    return {name: _told(value) for name, value in attributes.items()} or object()
+
+
+def _told(value: Any) -> Any:
+    return value.as_python_constant() if value.is_python_constant() else _same(value)
+
+
+def _same(value: Any) -> tuple[int, Any]:
+    """Equal for itself alone; it lives on, so that no other has its id."""
+    return id(value), value
+
+
+def looked_up_by(ids: Container[int]) -> bool:
+    """Whether traced code has read a dictionary, set or list that holds modules of these ids, or
+    the ids themselves, as its keys or items."""
+    effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
+    found = (one for one in effects.keepalive if isinstance(one, (dict, set, frozenset, list)))
+    return any(
+        key in ids if type(key) is int else isinstance(key, torch.nn.Module) and id(key) in ids
+        for one in found
+        for key in one
     )
 
 

@@ -55,6 +55,7 @@ _SETTINGS: dict[str, Any] = {
     "fail_on_recompile_limit_hit": True,  # never run eager in silence
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
     "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() leaves a module's dicts
+    "use_numpy_random_stream": True,  # NumPy's own numbers, at which the graph ends; not torch's
     "fake_tensor_cache_enabled": False,  # with sizes that vary a found entry is dearer than the op
 }
 _DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import in_graph, uncollected, written_by_trace
+from fxrl.capture._torch import in_graph, looked_up_by, uncollected, written_by_trace
 from fxrl.capture.opaque import autocasts
 from fxrl.ir.graph import memory_like
 from fxrl.ir.remark import Refusal
@@ -376,6 +376,8 @@ def ends(token: int, begin: Tensor, result: Any) -> Any:
     layer = _LAYERS[token]
     if written_by_trace() != layer.written:
         raise Refusal(f"{layer.path} writes into Python objects")
+    if looked_up_by(layer.layout.held):
+        raise Refusal(f"{layer.path}, or a part of it, is what something is looked up by")
     layer.result = result
     return pytree.tree_map_only(Tensor, torch.clone, result)
 
@@ -389,9 +391,11 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
         raise Refusal(f"{layer.path} runs before {first.path}")
     if first.modes != _modes():
         raise Refusal(f"{layer.path} runs under other modes than {first.path}")
-    written = layer.layout.places(written_by_trace(layer.layout.held))
-    if written != first.layout.places(first.written):
+    written = written_by_trace()
+    if layer.layout.places(written) != first.layout.places(first.written):
         raise Refusal(f"the step writes into {layer.path} otherwise than into {first.path}")
+    if _apart(written) != _apart(first.written):
+        raise Refusal(f"the step writes into Python objects between {first.path} and {layer.path}")
     fed = [leaf.requires_grad for leaf in _tensors((args, kwargs))]
     if any(now and not then for now, then in zip(fed, first.fed, strict=False)):
         raise Refusal(f"{layer.path} is given a gradient inside of an argument, {first.path} none")
@@ -402,6 +406,12 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
         return memory_like(value).requires_grad_(live and value.is_floating_point())
 
     return pytree.tree_map_only(Tensor, like, first.result)
+
+
+def _apart(written: dict[int, Any]) -> dict[int, Any]:
+    """What is written into objects that no layer holds, such as ``context.layer = i``."""
+    held = [layer.layout.held for layer in _LAYERS.values()] if written else []
+    return {key: what for key, what in written.items() if not any(key in one for one in held)}
 
 
 def _tensors(values: Any) -> list[Tensor]:

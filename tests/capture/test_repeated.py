@@ -1,9 +1,11 @@
 """Equal layers are captured once; a layer that differs never stands for another."""
 
 import gc
+import random
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -284,14 +286,47 @@ def test_layers_of_a_functional_call_are_regions():
     assert {f"0:layers.{i}" for i in range(4)} <= step.plan.choices.keys()
 
 
-def test_random_numbers_are_drawn_by_each_layer():
-    model = make(Dropout)
+class Drawn(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * random.uniform(0.5, 1.5)
+
+
+class DrawnByNumpy(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * torch.from_numpy(np.random.rand(HIDDEN))
+
+
+class DrawnByAGenerator(Layer):
+    generator = random.Random()
+
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * self.generator.random()
+
+
+def seed(number):
+    for own in (torch.manual_seed, random.seed, np.random.seed, DrawnByAGenerator.generator.seed):
+        own(number)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Dropout, "4 layers were captured as 1"),
+        (Drawn, ""),
+        (DrawnByNumpy, ""),
+        (DrawnByAGenerator, ""),
+    ],
+    ids=["torch", "Python", "NumPy", "a generator"],
+)
+def test_random_numbers_are_drawn_by_each_layer(kind, said):
+    model = make(kind)
     step = optimized(model)
-    torch.manual_seed(1)
-    eager = loss_fn(model, ONE)
-    torch.manual_seed(1)
-    torch.testing.assert_close(step(ONE), eager)
-    assert once(step) == "4 layers were captured as 1"
+    for number in range(2):
+        seed(number)
+        eager = loss_fn(model, ONE)
+        seed(number)
+        torch.testing.assert_close(step(ONE), eager)
+    assert once(step) == said
 
 
 class Norm(nn.Module):
@@ -507,6 +542,51 @@ class SwitchedTogether(Model):
         return x
 
 
+class Context:
+    """What no layer holds, and all may read."""
+
+    layer, seen = 0, [0.5]
+
+
+class ReadsTheContext(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * (1 + Context.now.layer)
+
+
+class TellsTheContext(Model):
+    def body(self, x):
+        for number, layer in enumerate(self.layers):
+            Context.now.layer = number
+            x = layer(x)
+        return x
+
+
+class CountsInTheContext(Layer):
+    def forward(self, x, bias=None, seen=None):
+        Context.seen.append(1.0)
+        return super().forward(x)
+
+
+class ReadsTheCount(Model):
+    def body(self, x):
+        Context.seen.clear()
+        return super().body(x) * len(Context.seen)
+
+
+Context.now = Context()
+
+
+class LooksItsGainUp(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * Context.gains[self]
+
+
+class KnowsItsLayers(Model):
+    def __init__(self, kind):
+        super().__init__(kind)
+        Context.gains = {layer: 1.0 + number for number, layer in enumerate(self.layers)}
+
+
 def test_layers_that_are_written_into_alike_stay_equal():
     model = make(Layer, SwitchedTogether)
     step = optimized(model)
@@ -525,8 +605,11 @@ def test_layers_that_are_written_into_alike_stay_equal():
         (Layer, Halves),
         (Layer, Biased),
         (Layer, SwitchedInside),
+        (ReadsTheContext, TellsTheContext),
+        (CountsInTheContext, ReadsTheCount),
+        (LooksItsGainUp, KnowsItsLayers),
     ],
-    ids=["number", "name", "leak", "modes", "arguments", "written"],
+    ids=["number", "name", "leak", "modes", "arguments", "written", "context", "count", "lookup"],
 )
 def test_a_layer_that_differs_in_the_trace(kind, model):
     model = make(kind, model)

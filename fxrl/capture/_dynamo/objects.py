@@ -3,7 +3,8 @@
 An import that fails raises there: libraries try a faster package inside of a loss's function, and
 go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says whose
 weight it is. A class that says itself what it has for instances is asked. A ``SimpleNamespace`` is
-made: small models return one. A progress bar around a loop is left out.
+made: small models return one. A progress bar around a loop is left out. The graph ends where a
+``random.Random`` draws: Dynamo would keep the state that it had while traced.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
@@ -33,6 +34,7 @@ from torch._dynamo.variables import (
     UserDefinedObjectVariable,
 )
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.nn_module import (
     record_nn_module_stack,
     unpatched_nn_module_call,
@@ -165,6 +167,10 @@ def _is_cache(value: Any) -> bool:
     return isinstance(known, UserDefinedObjectVariable) and isinstance(known.value, kind_of_cache())
 
 
+def _is_traced(generator: object) -> bool:
+    return False
+
+
 def _name_nothing(self: Any, module: Any, source: Any) -> None:
     """Names of parameters for a graph that holds them are not asked for: here all are inputs. Each
     module that is read would have all those inside of it named, at every level: 4 ms a layer."""
@@ -180,6 +186,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
+    (RandomVariable, "is_supported_random_obj", staticmethod(_is_traced)),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
 ]
 if not _KNOWS_NAMESPACES:
