@@ -38,7 +38,7 @@ def known_profiles(
     """Profiles of regions as they will be compiled, each computed once; ``seen`` as in
     ``compile.mask_shares``."""
     known: dict[str, BodyProfile] = {}
-    of_body: dict[str, CompiledRegion] = {}
+    alike: dict[str, CompiledRegion] = {}
 
     def of(built: CompiledRegion) -> BodyProfile:
         id = built.region.id
@@ -49,10 +49,7 @@ def known_profiles(
     def profile(region: Region) -> BodyProfile:
         if region.id in known:
             return known[region.id]
-        body = replace(region, cut="inputs").id
-        built = build_region(region, options, plan, of_body.get(body))
-        of_body.setdefault(body, built)
-        return of(built)
+        return of(build_region(region, options, plan, alike))
 
     return profile
 

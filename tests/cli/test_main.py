@@ -1,5 +1,7 @@
 """The front end: help, usage errors, exit codes, how errors look."""
 
+import atexit
+import gc
 import json
 import re
 import subprocess
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fxrl.cli import main, parse, show
+from fxrl.cli import commands, main, parse, show
 from fxrl.errors import ConfigError, FxrlError
 
 ROOT = Path(__file__).parents[2]
@@ -211,3 +213,18 @@ def test_a_process_ends_with_its_last_word():
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "True"
+
+
+@pytest.mark.parametrize(
+    ("words", "collects"),
+    [("plan M", False), ("explain M --loss grpo", False), ("train M.toml", True)],
+)
+def test_a_command_on_fakes_collects_no_garbage(words, collects, monkeypatch):
+    seen = []
+    command, *_ = words.split()
+    monkeypatch.setattr(commands, command, lambda args: seen.append(gc.isenabled()) or 0)
+    monkeypatch.setattr(atexit, "register", lambda function: None)
+    monkeypatch.setattr(sys, "argv", ["fxrl", *words.split()])
+    assert [main(words.split()), main()] == [0, 0]
+    gc.enable()
+    assert seen == [True, collects]  # a caller's own process is left alone

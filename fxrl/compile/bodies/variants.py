@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -122,14 +122,16 @@ class CompiledRegion(RegionKernels):
         region: Region,
         options: InductorOptions | None,
         plan: Plan,
-        like: CompiledRegion | None = None,
+        alike: Alike,
+        like: CompiledRegion | None,
     ) -> None:
         self.key, self.region = key, region
         self._options, self._plan = options, plan
         self.min_rows = 1 if options is None else 2
         if like is None:
+            given = options, plan, alike
             inner = regions_of(region.forward)
-            self.inside = {id: build_region(one, options, plan) for id, one in inner.items()}
+            self.inside = {id: build_region(one, *given) for id, one in inner.items()}
             self._forward = self._linked(region.forward)
             self.variants = [self._build(None)]
         else:
@@ -272,25 +274,30 @@ def _op_by_op(half: fx.GraphModule) -> TensorFunction:
     return half
 
 
+#: Regions that were built with the same options and plan, by body: their id with the cut "inputs".
+Alike = MutableMapping[str, CompiledRegion]
+
+
 def build_region(
     region: Region,
     options: InductorOptions | None,
     plan: Plan | None = None,
-    like: CompiledRegion | None = None,
+    alike: Alike | None = None,
 ) -> CompiledRegion:
     """Trace a region for compilation (op by op if ``options`` is None), or find the one already
-    built. ``plan`` says which rewrites inside are switched off; ``like`` was built from the same
-    body, options and plan with another cut, and its trace is reused.
+    built. ``plan`` says which rewrites inside are switched off. One of ``alike`` that has the same
+    body lends its trace, to a region inside too; what is built joins them.
 
     The caller owns the kernels: the op finds them for as long as somebody holds them.
     """
-    plan = plan or Plan()
+    plan, alike = plan or Plan(), {} if alike is None else alike
+    body = replace(region, cut="inputs").id
     key = _key(region, options, plan)
-    known = registered(key)
-    if isinstance(known, CompiledRegion):
-        return known
-    built = register(CompiledRegion(key, region, options, plan, like))
-    assert isinstance(built, CompiledRegion)
+    built = registered(key)
+    if not isinstance(built, CompiledRegion):
+        built = register(CompiledRegion(key, region, options, plan, alike, alike.get(body)))
+        assert isinstance(built, CompiledRegion)
+    alike.setdefault(body, built)
     return built
 
 
