@@ -39,7 +39,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTe
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, over the fake values as they are
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.sym_node import SymNode  # what a size that varies computes by
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
@@ -260,55 +259,10 @@ def uncollected(before_more: Callable[[], None] = lambda: None) -> Iterator[None
             gc.enable()
 
 
-_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_")
-_COMPUTED = ("mul", "int_floordiv", "sym_max", "sym_min")
-# What SymNode makes of two sizes from their expressions alone. (A sum also goes by how its parts were
-# made, a remainder by the bounds that are known.)
-_OF_TWO_SIZES = {name: getattr(SymNode, name) for name in (*_COMPARED, *_COMPUTED)}
-
-
-def _once(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    known: dict[Any, Any] = {}
-
-    def computed(self: Any, other: Any) -> Any:
-        if type(other) is not SymNode or proxy_tensor.get_proxy_mode() is not None:
-            return compute(self, other)  # of a nested tensor's sizes, or for a node of a graph
-        pair = (self.expr, self.pytype, self._hint, other.expr, other.pytype, other._hint)
-        try:
-            found = known.get(key := (id(self.shape_env), *pair))
-        except TypeError:  # a hint that is a symbol itself
-            return compute(self, other)
-        if found is None:  # what is kept holds its environment, whose id is no other's meanwhile
-            found = known[key] = compute(self, other)
-        made = SymNode.__new__(SymNode)  # a trace tells values by their nodes
-        made.__dict__.update(found.__dict__)
-        return made
-
-    return computed
-
-
-@contextmanager
-def _sizes_computed_once() -> Iterator[None]:
-    """Inside, what is computed of two sizes is kept, and not computed again of equal ones.
-
-    NOTE [Why]: each op on fake tensors compares its sizes and strides with each other and with 1,
-    and multiplies them, 35 times for each op of a layer with LoRA: a trace of it asks 15,000 times,
-    for 250 answers. SymPy keeps its own, but what is made around them was a twelfth of the calls of
-    Python functions in which a step of 36 layers is captured, lowered and planned.
-    """
-    for name, compute in _OF_TWO_SIZES.items():
-        setattr(SymNode, name, _once(compute))
-    try:
-        yield
-    finally:  # a thread that still compiles goes on without
-        for name, compute in _OF_TWO_SIZES.items():
-            setattr(SymNode, name, compute)
-
-
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     _tracer.get_funcname = lambda filename, lineno: None
-    with uncollected(_age), _sizes_computed_once():
+    with uncollected(_age):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", _CACHED_BY_LIBRARIES, UserWarning)
@@ -340,8 +294,7 @@ def _age() -> None:
 
 @contextmanager
 def compiles_undisturbed() -> Iterator[list[None]]:
-    """While something is compiled no garbage is collected, no warning is of a library's code, and no
-    size is computed twice.
+    """While something is compiled no garbage is collected, and no warning is of a library's code.
 
     Compiling makes objects by the million, and each collection looks at all of them: 29 % of the
     first step of 36 layers (20.5 s, 14.6 s). Nor are files tokenized for the class that a line is
