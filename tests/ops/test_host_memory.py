@@ -1,7 +1,11 @@
 """Tensors that wait on the host: they come back bit for bit, and their pages are used again."""
 
+import ctypes
 import gc
+import mmap
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,3 +210,54 @@ def test_a_refusal_reaches_who_stores_and_a_smaller_store_may_follow(monkeypatch
         pool.store([torch.ones(3)])
     monkeypatch.setattr(host_memory, "PAGE", 2**12)
     assert torch.equal(pool.store([torch.ones(3)]).fetch()[0], torch.ones(3))
+
+
+class Driver:
+    """CUDA's, as far as pages are registered with it."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, status=0):
+        self.status, self.registered = status, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        self.registered[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address):
+        ctypes.string_at(address, self.registered.pop(address))  # it is still there
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux only")
+def test_pinned_memory_is_registered_until_the_last_page_is_gone(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    pages = [*host_memory._pinned(torch.device("cuda", 1), 3 * PAGE).view(3, PAGE).unbind()]
+    assert driver.registered == {pages[0].data_ptr(): 3 * PAGE}
+    for number, page in enumerate(pages):
+        assert not page.any()
+        page.fill_(number)
+    assert [int(page[-1]) for page in pages] == [0, 1, 2]
+    del page, pages[1:]
+    gc.collect()
+    assert driver.registered
+    pages.clear()
+    gc.collect()
+    assert not driver.registered
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux only")
+def test_memory_that_the_driver_refuses_is_given_back(monkeypatch):
+    driver, launched = Driver(status=2), []
+
+    def check(status):
+        raise RuntimeError(f"out of memory ({status})")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: launched.append(device))
+    with pytest.raises(RuntimeError, match=r"out of memory \(2\)"):
+        host_memory._pinned(torch.device("cuda", 1), PAGE)
+    assert launched == [torch.device("cuda", 1)], "what the error would be told to next"
