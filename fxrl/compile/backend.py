@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch import fx
 
 from fxrl import kernels
 from fxrl.capture._dynamo import is_first_graph
-from fxrl.capture._torch import RestartAnalysis
+from fxrl.capture._torch import RestartAnalysis, enable_python_dispatcher
 from fxrl.capture.branches import CannotBeginAnewError, follows_branches, talks_to_ranks
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.lower import lower
@@ -145,7 +146,7 @@ class Backend:
         if gpu_of(inputs) is not None:
             _attach_kernels(capture)  # before passes measure them
         capture.lowered, capture.pipeline = lowered, self._pipeline.measured(inputs)
-        with without_autocast():  # the graph already holds its casts
+        with _as_lowered():
             planner = self._planner(capture, inputs)
             capture.rewritten = self._fitting(capture, planner)
         capture.given = capture.rewritten.given
@@ -244,7 +245,7 @@ class Backend:
         self, capture: Capture, examples: Sequence[Any], batch: Batch, why: str
     ) -> Run:
         """The capture compiled again, by a plan for a batch."""
-        with without_autocast():
+        with _as_lowered():
             made = partial(self._made, capture, batch=batch)
             capture.rewritten = self._fitting(capture, made)
         capture.given = capture.rewritten.given
@@ -311,6 +312,14 @@ class Backend:
                 capture.rewritten, report=Report(rewritten), plan=Plan(), rewrites=()
             )
         self.judge(missed)
+
+
+@contextmanager
+def _as_lowered() -> Iterator[None]:
+    """Passes compute values as the trace did: a graph already holds its casts, and composite ops
+    over symbols are taken apart by Python. C++ would fix attention's sizes on ``meta`` (2.11)."""
+    with without_autocast(), enable_python_dispatcher():
+        yield
 
 
 def _hands_on_sizes(capture: Capture) -> bool:
