@@ -4,12 +4,16 @@ import functools
 import json
 
 import pytest
+import torch
 
 import fxrl
 from bench import trl_step
 
 SIZES = ["--device", "cpu", "--shape", "tiny", "--layers", "1", "--rank", "2"]
 SIZES += ["--tokens", "128", "--length", "32", "--steps", "2", "--skip", "1"]
+
+#: Of a first loss in bf16: torch 2.11 rounds less on a CPU than the model op by op does.
+CLOSE = 2e-3 if torch.__version__.startswith("2.11.") else 1e-3
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_fxrls_rows_stand_beside_trls(tmp_path):
     exact, theirs, ours, broken = rows
     assert exact["curve_to_fp32"] is None
     assert 0 < theirs["curve_to_fp32"] < 1e-2
-    assert ours["curve_first"] == pytest.approx(theirs["curve_first"], rel=1e-3)
+    assert ours["curve_first"] == pytest.approx(theirs["curve_first"], rel=CLOSE)
     assert ours["curve_difference"] < 1e-2
     assert ours["missed"] == 0
     assert any("fuse-linear-logprob" in remark for remark in record["reports"]["grpo/fxrl"])
@@ -71,7 +75,7 @@ def test_fxrl_train_goes_as_trl(kind, variant, tmp_path):
     record = json.loads(out.read_text())
     theirs, ours = (dict(zip(record["columns"], row, strict=True)) for row in record["rows"])
     assert [row["tokens"] for row in (theirs, ours)] == [128, 128]
-    assert ours["curve_first"] == pytest.approx(theirs["curve_first"], rel=1e-3)
+    assert ours["curve_first"] == pytest.approx(theirs["curve_first"], rel=CLOSE)
     assert ours["curve_last"] == pytest.approx(theirs["curve_last"], rel=1e-2)
     norms = record["curves"][kind]
     assert norms[variant]["grad_norm"] == pytest.approx(norms["trl"]["grad_norm"], rel=5e-2)
