@@ -20,7 +20,7 @@ from fxrl.compile.by_plan import ByPlan
 from fxrl.errors import HostMemoryError
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ops import host_memory
-from fxrl.ops.host_memory import HostPool, drop_free_pages
+from fxrl.ops.host_memory import drop_free_pages
 from fxrl.ops.out_of_memory import MemoryWarning
 from fxrl.planner.budget import Limits
 from fxrl.planner.target import TARGETS
@@ -229,18 +229,18 @@ def test_a_backward_that_nothing_helps_says_so(allocator):
         step(IDS).backward()
 
 
+class Refusing:
+    """PyTorch, of a driver that pins no more pages."""
+
+    empty = Mock(side_effect=RuntimeError("CUDA error: OS call failed or not supported on this OS"))
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
 def refuse(monkeypatch):
-    """The driver pins no more pages."""
     drop_free_pages()
-    error = RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
-    make = HostPool._page
-
-    def refused(pool):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", Mock(side_effect=error))
-            return make(pool)
-
-    monkeypatch.setattr(HostPool, "_page", refused)
+    monkeypatch.setattr(host_memory, "torch", Refusing())
 
 
 def test_where_the_host_gives_no_memory_the_plan_takes_none(monkeypatch):
