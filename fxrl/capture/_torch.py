@@ -189,11 +189,16 @@ def guarded_names() -> set[str]:
     return {re.split(r"[.\[]", name)[-1].strip("'\"]") for name in names}
 
 
+def _traced() -> Any:
+    """What Dynamo has of the code that it traces now."""
+    return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+
+
 def written_by_trace() -> dict[int, Any]:
     """What traced code has written into Python objects that are older than the trace, by the
     objects' ids; equal where the same has been written. Python's random generator is one of them,
     which moves on with each number that is drawn."""
-    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    output = _traced()
     effects, drawn = output.side_effects, output.random_calls
     older = (ValueMutationExisting, AttributeMutationExisting)
     return {id(drawn): len(drawn)} | {
@@ -224,8 +229,11 @@ def _same(value: Any) -> tuple[int, Any]:
 def looked_up_by(ids: Container[int]) -> bool:
     """Whether traced code has read a dictionary, set or list that holds modules of these ids, or
     the ids themselves, as its keys or items."""
-    effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
-    found = (one for one in effects.keepalive if isinstance(one, (dict, set, frozenset, list)))
+    found = (
+        one
+        for one in _traced().side_effects.keepalive
+        if isinstance(one, (dict, set, frozenset, list))
+    )
     return any(
         key in ids if type(key) is int else isinstance(key, torch.nn.Module) and id(key) in ids
         for one in found

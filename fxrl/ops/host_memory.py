@@ -16,7 +16,8 @@ other in pages of one size; what is wasted is less than a page a store.
 NOTE [Why the driver is given memory instead of asked for it]: what it allocates itself it clears by
 one thread, small page by small page: 2 GiB/s on an H200's host, so that the first step of 262,144
 tokens waited a minute for 118 GiB. Huge pages that several threads have entered and cleared before
-they are registered come with 12 to 15 GiB/s, most of them while kernels are compiled (``reserve``).
+they are registered came with 12 to 15 GiB/s, a GiB at a time; ``reserve`` makes most of them while
+kernels are compiled.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class HostPool:
         self.bytes = 0  # of all pages, in use or free
         self._wanted = 0  # bytes of pages that there should be
         self._begun = 0  # pages that are in the making
-        self._refused: HostMemoryError | None = None
+        self._refused = ""  # why no more were made; an error would hold the frames that it went by
         self._free: list[Tensor] = []
         self._sent: deque[tuple[torch.Event, list[Tensor]]] = deque()
         self._last: weakref.ref[Stored] | None = None
@@ -182,10 +183,10 @@ class HostPool:
 
     def _take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         count = -(-sum(flat.numel() for flat in flats) // PAGE)
-        self._refused = None
+        self._refused = ""
         while (missing := count - len(self._free)) > 0:
-            if self._refused is not None:
-                raise self._refused
+            if self._refused:
+                raise HostMemoryError(self._refused)
             self.reserve(self.bytes + PAGE * missing)
             _MADE.wait()
         taken, self._free = self._free[:count], self._free[count:]
@@ -203,21 +204,21 @@ class HostPool:
                 if count <= 0:
                     return
                 self._begun += count
-            made: Sequence[Tensor] = ()
-            refused = None
+            made: tuple[Tensor, ...] = ()
+            refused = ""
             try:
                 made = self._pages(count)
             except HostMemoryError as error:
-                refused = error
+                refused = str(error)
             with _LOCK:
                 self._begun -= count
                 self._free += made
                 self.bytes += PAGE * len(made)
-                if refused is not None:
+                if refused:
                     self._refused, self._wanted = refused, 0
                 _MADE.notify_all()
 
-    def _pages(self, count: int) -> Sequence[Tensor]:
+    def _pages(self, count: int) -> tuple[Tensor, ...]:
         """Raises ``HostMemoryError``."""
         pinned, size = self._stream is not None, count * PAGE
         try:

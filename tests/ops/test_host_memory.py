@@ -4,7 +4,8 @@ import ctypes
 import gc
 import mmap
 import time
-from contextlib import nullcontext
+import weakref
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -261,3 +262,19 @@ def test_memory_that_the_driver_refuses_is_given_back(monkeypatch):
     with pytest.raises(RuntimeError, match=r"out of memory \(2\)"):
         host_memory._pinned(torch.device("cuda", 1), PAGE)
     assert launched == [torch.device("cuda", 1)], "what the error would be told to next"
+
+
+def test_a_refusal_holds_nothing_of_who_stored(monkeypatch):
+    """What the forward has made must be free when it is planned again."""
+    monkeypatch.setattr(host_memory, "PAGE", 2**62)
+    pool = HostPool(CPU)
+
+    def forward():
+        made = torch.ones(3)
+        seen.append(weakref.ref(made))
+        pool.store([made])
+
+    seen = []
+    with suppress(HostMemoryError):
+        forward()
+    assert seen[0]() is None
