@@ -112,4 +112,12 @@ class PlanError(FxrlError, ValueError):
 
 
 class HostMemoryError(FxrlError):
-    """The host gives no memory for what layers keep, or does not let it be pinned."""
+    """The host gives no memory for what layers keep, or does not let it be pinned.
+
+    Attributes:
+        reason: The kernel's or the driver's own words, one line; empty where it was never asked.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason

@@ -186,7 +186,7 @@ class HostPool:
         self._refused = ""
         while (missing := count - len(self._free)) > 0:
             if self._refused:
-                raise HostMemoryError(self._refused)
+                raise self._error(missing)
             self.reserve(self.bytes + PAGE * missing)
             _MADE.wait()
         taken, self._free = self._free[:count], self._free[count:]
@@ -208,8 +208,8 @@ class HostPool:
             refused = ""
             try:
                 made = self._pages(count)
-            except HostMemoryError as error:
-                refused = str(error)
+            except (OSError, RuntimeError) as error:  # PyTorch raises nothing narrower
+                refused = str(error).partition("\n")[0] or type(error).__name__
             with _LOCK:
                 self._begun -= count
                 self._free += made
@@ -219,18 +219,19 @@ class HostPool:
                 _MADE.notify_all()
 
     def _pages(self, count: int) -> tuple[Tensor, ...]:
-        """Raises ``HostMemoryError``."""
+        """Raises ``OSError`` or ``RuntimeError``."""
         pinned, size = self._stream is not None, count * PAGE
-        try:
-            whole = _pinned(self.device, size) if pinned else torch.empty(size, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:  # PyTorch raises nothing narrower
-            kind = "pinned host memory" if pinned else "host memory"
-            raise HostMemoryError(
-                f"there is no {kind} for what layers keep: {self.bytes / 2**30:.1f} GiB are held, "
-                f"and the next {size >> 20} MiB were refused ({str(error).splitlines()[0]}); cure: "
-                "a smaller Config(host_memory=...), or a larger limit of the container"
-            ) from error
+        whole = _pinned(self.device, size) if pinned else torch.empty(size, dtype=torch.uint8)
         return whole.view(count, PAGE).unbind()
+
+    def _error(self, missing: int) -> HostMemoryError:
+        kind = "host memory" if self._stream is None else "pinned host memory"
+        return HostMemoryError(
+            f"there is no {kind} for what layers keep: {self.bytes / 2**30:.1f} GiB are held, "
+            f"and the next {missing * PAGE >> 20} MiB were refused ({self._refused}); cure: "
+            "a smaller Config(host_memory=...), or a larger limit of the container",
+            self._refused,
+        )
 
 
 def _pinned(device: torch.device, size: int) -> Tensor:

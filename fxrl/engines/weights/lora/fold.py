@@ -318,11 +318,10 @@ class WeightBackup:
         try:
             return HostBackup(self._tensors)
         except HostMemoryError as error:
-            why = str(error.__cause__).partition("\n")[0]
             raise BackupError(
                 f"no room for a backup of {self._num_bytes()} bytes of weights, neither on the "
-                f"device nor in pinned host memory ({why}); give the KV cache less, or use the "
-                "engine's LoRA"
+                f"device nor in pinned host memory ({error.reason}); give the KV cache less, or "
+                "use the engine's LoRA"
             ) from error
 
     def _num_bytes(self) -> int:
