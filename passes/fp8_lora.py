@@ -15,6 +15,15 @@ NOTE [Why behind the outlining]: a layer's weights are inputs of its region, and
 layer a place of its own, which may keep a weight in bf16 that its equals do not; layers that chose
 alike still share one body. The plan is made behind it, of bodies whose bytes and products are
 those that will run; cuts, tiles and offloading then act on them as on any other.
+
+NOTE [Why no product falls back by what a step shows]: weights are judged before they are used, but
+rows and gradients are known only when a step has run. A product that left FP8 behind it would give
+log-probs other than those that were scored, and a run that is resumed other ones than the run that
+went on. So ``verify`` measures, and writes the ``skip`` that a config then says from the first step
+on. Little is lost meanwhile: on SmolLM2's weights 21 of 210 products are below a cosine of 0.999,
+all above 0.9986, 20 of them by the rows' gradient; and in the whole model the layers' gradients
+come to 0.957 in the middle with that gradient in FP8 or not
+(bench/results/fp8_quality_smollm2_cpu.json).
 """
 
 from __future__ import annotations
