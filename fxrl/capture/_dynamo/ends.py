@@ -26,8 +26,8 @@ from torch._dynamo.variables import (
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
-_could_end = _tracer.InliningInstructionTranslator.should_compile_partial_graph
 _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
+_may_end_here = _TRANSLATOR.should_compile_partial_graph
 _call_function = _TRANSLATOR.call_function
 _leave_rest_out = _TRANSLATOR.step_graph_break
 # None in torch 2.11, whose own can be rebuilt.
@@ -43,16 +43,32 @@ def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 def _may_end(self: Any) -> bool:
     """Whether a graph may end here in a function that is called.
 
+    Asked at every line that is traced; of the callers, which stand still meanwhile, only once.
+    """
+    if not _may_end_here(self):  # nowhere, where the whole step is to be one graph
+        return False
+    if not hasattr(self, "callers_may_end"):
+        self.callers_may_end = _may_end_within(self)
+    return self.callers_may_end and not _loops(self)
+
+
+def _may_end_within(called: Any) -> bool:
+    """Whether a graph may end in a function that is called here.
+
     Not in a comprehension, which cannot be resumed; not where the caller goes on with another value
     than the function's; not where torch's backward hooks look for what autograd noted, which no
     trace holds; not where a hook is registered, which would be in a copy of its module's hooks; nor
     in a loop, whose function would be left out with all of its callers.
     """
-    name, file = self.f_code.co_name, self.f_code.co_filename
-    whole = (name.startswith("<") and name != "<lambda>") or not _is_result(self.parent)
+    name, file = called.f_code.co_name, called.f_code.co_filename
+    whole = (name.startswith("<") and name != "<lambda>") or not _is_result(called.parent)
     whole = whole or file == torch.utils.hooks.__file__
     whole = whole or (name.startswith("register_") and file == torch.nn.modules.module.__file__)
-    return _could_end(self) and not whole and not _in_loop(self)
+    allowed = torch._dynamo.config.nested_graph_breaks and not whole
+    allowed = allowed and getattr(called, "_allow_nested_graph_breaks", True)  # not in torch 2.11
+    allowed = allowed and called.funcvar.should_allow_nested_graph_breaks()
+    caller = called.parent
+    return bool(allowed and caller.should_compile_partial_graph() and not _in_loop(caller))
 
 
 def _is_result(caller: Any) -> bool:
