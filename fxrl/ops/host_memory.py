@@ -237,7 +237,8 @@ class HostPool:
 def _pinned(device: torch.device, size: int) -> Tensor:
     """``[size]`` uint8 that a GPU reaches by itself. Raises ``OSError`` or ``RuntimeError``."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     holder = np.frombuffer(memory, dtype=np.uint8)  # what finalize can watch, and the tensor holds
     _populate(holder)
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
