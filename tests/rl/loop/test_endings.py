@@ -330,6 +330,8 @@ def test_a_hangup_of_the_terminal(behaving, monkeypatch, heard_hangups):
     )
     assert [f"step {n}/4" in log for n in (1, 2, 3, 4)] == [False, False, True, True]
     assert "│" in log.partition("summary")[2] or "final" in log
+    assert "\x1b" not in log
+    assert [line for line in log.splitlines() if line.endswith(" ")] == []
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
