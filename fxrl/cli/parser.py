@@ -266,7 +266,7 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
     sub = _command(
         commands,
         "train",
-        "train as a TOML file says: GRPO and its kin, SFT, DPO, ...",
+        "train as a TOML file says: GRPO and its kin, SFT, DPO and others",
         about="Writes metrics.jsonl, checkpoints, TensorBoard events and run.html, which shows\n"
         "all of it, to run_dir. Ctrl-C saves a checkpoint and stops; so does whatever fails: the\n"
         "engine, a reward function (reward.timeout_s limits its calls), a full disk. A closed\n"
