@@ -181,7 +181,7 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         "  fxrl plan Qwen/Qwen3-8B --context 16384 --lora 32 --target h100 --rollout 64 --fit\n"
         "  fxrl plan Qwen/Qwen3-8B --context 262144 --lora 16 --quantization nf4 --target h100\n"
         "  fxrl plan ./config.json --context 16384 --batch 4 --target a100 --plot memory.png\n"
-        "  fxrl plan Qwen/Qwen3-8B --loss dpo --host-memory 128GiB --json > a.json\n"
+        "  fxrl plan Qwen/Qwen3-8B --loss dpo --batch 2 --host-memory 128GiB --json > a.json\n"
         "  fxrl plan diff a.json b.json",
     )
     _model_and_loss(sub, batch=1, tokens=8192, dtype="bf16", loss="grpo")
