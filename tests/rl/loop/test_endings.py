@@ -272,10 +272,11 @@ def test_a_reader_that_goes_away(behaving, monkeypatch, capsys):
     assert f"writes to {Path('out/train.log').absolute()}" in capsys.readouterr().err
 
 
-def test_a_reader_that_was_never_there(behaving, monkeypatch, capsys):
+@pytest.mark.parametrize("json", [False, True])
+def test_a_reader_that_was_never_there(behaving, monkeypatch, capsys, json):
     with piped(monkeypatch) as reader:
         os.close(reader)
-        assert behaving("pass", json=False) == 1
+        assert behaving("pass", json=json) == 1
     assert capsys.readouterr().err == "fxrl train: stdout: Broken pipe; nothing was trained\n"
 
 
