@@ -28,6 +28,7 @@ from torch._dynamo.callback import callback_handler  # called when a compilation
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
+from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # what an op says of fake tensors, in Dynamo's words
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND

@@ -181,7 +181,7 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         "  fxrl plan Qwen/Qwen3-8B --context 16384 --lora 32 --target h100 --rollout 64 --fit\n"
         "  fxrl plan Qwen/Qwen3-8B --context 262144 --lora 16 --quantization nf4 --target h100\n"
         "  fxrl plan ./config.json --context 16384 --batch 4 --target a100 --plot memory.png\n"
-        "  fxrl plan Qwen/Qwen3-8B --loss dpo --host-memory 128GiB --json > a.json\n"
+        "  fxrl plan Qwen/Qwen3-8B --loss dpo --batch 2 --host-memory 128GiB --json > a.json\n"
         "  fxrl plan diff a.json b.json",
     )
     _model_and_loss(sub, batch=1, tokens=8192, dtype="bf16", loss="grpo")
@@ -266,7 +266,7 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
     sub = _command(
         commands,
         "train",
-        "train as a TOML file says: GRPO and its kin, SFT, DPO, ...",
+        "train as a TOML file says: GRPO and its kin, SFT, DPO and others",
         about="Writes metrics.jsonl, checkpoints, TensorBoard events and run.html, which shows\n"
         "all of it, to run_dir. Ctrl-C saves a checkpoint and stops; so does whatever fails: the\n"
         "engine, a reward function (reward.timeout_s limits its calls), a full disk. A closed\n"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import FakeTensor, FakeTensorMode
+from fxrl.capture._torch import FakeTensor, FakeTensorMode, TorchRuntimeError
 from fxrl.capture.captured_loss import CapturedLoss
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
@@ -98,12 +98,16 @@ def explained(
             mode=mode,
         )
         captured = CapturedLoss(wrapper.inner, loss_fn, backend)  # no process waits for another
+        inputs = pytree.tree_map_only(Tensor, lambda x: _input(x, mode), batch)
         try:
-            captured(pytree.tree_map_only(Tensor, lambda x: _input(x, mode), batch))
+            captured(inputs)
         except FxrlError:
             raise
         except _NEEDS_NUMBERS as error:
             if not backend.captures:
+                if mode is not None and isinstance(error, TorchRuntimeError):
+                    with mode:  # the user's own error, from its line; this one is of torch's lines
+                        loss_fn(wrapper.inner, inputs)
                 raise
             why = str(error).splitlines()[0][:200]
             reason = f"code after a graph break needs real numbers: {why}"

@@ -11,6 +11,7 @@ and Hildebrandt, IEEE Trans. Softw. Eng. 28(2), 2002): one wrong site among ``n`
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from fxrl.inspect.evaluate import (
     watch_precision,
 )
 from fxrl.ir.capture_record import Capture
+from fxrl.ir.source import source_of_trace
 from fxrl.ops.rounded import RoundedWeight
 
 Reference = Literal["auto", "eager", "float32", "float64"]
@@ -95,6 +97,10 @@ def verify_step(
             "the loss draws random numbers, and compiled code may draw others from one seed; "
             "verify again with dropout 0 or model.eval()"
         )
+    if not eager.loss.isfinite():
+        notes.append(f"the loss of this batch is {eager.loss.item()}, in eager, too")
+    if all(gradient is None for gradient in eager.grads.values()):
+        notes.append("no parameter gets a gradient, in eager either: only the loss was compared")
     blame, why = ((), "") if report.ok else _search(judge, step)
     return replace(report, blame=blame, notes=(*report.notes, *notes, *([why] if why else [])))
 
@@ -147,9 +153,11 @@ class _References:
         except EvaluationError:
             raise
         except Exception as error:  # user code
+            place = source_of_trace("".join(traceback.format_tb(error.__traceback__)))
             raise VerificationError(
                 f"the loss fails in eager mode, so there is nothing to compare with: "
-                f"{type(error).__name__}: {error}; cure: make loss_fn(model, batch) run first"
+                f"{type(error).__name__}: {error}, at {place}; "
+                "cure: make loss_fn(model, batch) run first"
             ) from error
         for value in (*model.parameters(), eager.loss):
             precision.see(value.dtype)

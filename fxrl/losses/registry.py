@@ -46,14 +46,14 @@ def by_name(name: str, **kwargs: Any) -> LossFn:
 def _imported(path: str, kwargs: dict[str, Any]) -> LossFn:
     function = load_function(path)
     required = [
-        p
+        p.name
         for p in inspect.signature(function).parameters.values()
         if p.default is inspect.Parameter.empty
         and p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]
     if len(required) not in (0, 2):
         raise LossConfigError(
-            f"{path} needs {len(required)} arguments; a loss needs (model, batch), a factory none"
+            f"{path} needs ({', '.join(required)}); a loss needs (model, batch), a factory none"
         )
     check_keywords(path, function, kwargs)
     if not required:

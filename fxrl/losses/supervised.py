@@ -371,7 +371,9 @@ def _labelled_metrics(rewards: Tensor, logps: Tensor, desirable: Tensor, batch: 
 
 def _check_pairs(name: str, rows: int) -> None:
     if rows % 2:
-        raise BatchError(f"{name} needs pairs, chosen then rejected, not {rows} rows")
+        raise BatchError(
+            f"{name} needs pairs, chosen then rejected, not {rows} rows; give an even number"
+        )
 
 
 def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:

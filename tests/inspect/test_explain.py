@@ -135,6 +135,17 @@ def test_nothing_runs():
     assert report.remarks
 
 
+def test_a_loss_that_fails_says_so_itself():
+    def wrong(model, batch):
+        return (model(batch["ids"]).log_softmax(-1)[:, :3, 0] * torch.ones(7)).sum()
+
+    with torch.device("meta"):
+        model = Lm()
+    with pytest.raises(RuntimeError, match="length 7 at -1") as raised:
+        explain(model, wrong, batch_of(), CONFIG)
+    assert wrong.__code__ in [frame.frame.code.raw for frame in raised.traceback]
+
+
 def test_a_miss_is_reported_and_never_raised():
     def leaky(model, batch):
         return model(batch["ids"]).softmax(1).square().mean()

@@ -203,7 +203,19 @@ def poisoned(value):
 def test_the_same_not_finite_numbers_on_both_sides(value):
     report = verify(*make(), poisoned(value), poisoned(value))
     assert report.ok, str(report)
+    assert report.notes == ("the loss of this batch is nan, in eager, too",)
     assert not math.isfinite(verify(*make(), poisoned(value)).rows[0].rel)
+
+
+def test_no_gradient_on_both_sides():
+    def detached(model, batch):
+        return loss_fn(model, batch)[0].detach()
+
+    report = verify(*make(), detached, detached)
+    assert report.ok, str(report)
+    assert report.notes == (
+        "no parameter gets a gradient, in eager either: only the loss was compared",
+    )
 
 
 @pytest.mark.parametrize("side", ["step", "eager"])
@@ -303,7 +315,8 @@ def test_eager_that_fails():
     def fails(model, batch):
         raise KeyError("advantages")
 
-    with pytest.raises(VerificationError, match=r"fails in eager mode.*KeyError: 'advantages'"):
+    words = r"fails in eager.*KeyError: 'advantages', at .*test_verify.py:\d+; "
+    with pytest.raises(VerificationError, match=words):
         verify(*make(), loss_fn, fails)
 
 

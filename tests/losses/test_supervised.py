@@ -198,7 +198,7 @@ def test_reward_model_needs_one_reward_for_each_row_of_pairs():
     with pytest.raises(losses.BatchError, match=r"not logits of \[4, 7, 7\]; take a sequence cla"):
         losses.reward_model()(FreeLogits(logits), batch)
     batch, logits = random_batch(batch=3)
-    with pytest.raises(losses.BatchError, match="chosen then rejected, not 3 rows"):
+    with pytest.raises(losses.BatchError, match="chosen then rejected, not 3 rows; give an even"):
         losses.reward_model()(FreeLogits(logits[:, 0, :1]), batch)
 
 

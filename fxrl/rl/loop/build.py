@@ -179,10 +179,12 @@ def _check_positions(model: nn.Module, data: Questions | Examples, max_tokens: i
     if limit is None or not isinstance(data, Questions) or data.grow:
         return
     if data.longest + max_tokens > limit:
+        room = limit - data.longest
+        lower = f"lower it to {room}, or data.max_prompt_tokens"
         raise ConfigError(
             f"sampling.max_tokens={max_tokens} behind the longest prompt, of {data.longest} "
-            f"tokens, is more than the model's {limit} positions; lower it, or "
-            "data.max_prompt_tokens"
+            f"tokens, is more than the model's {limit} positions; "
+            f"{lower if room > 0 else 'lower data.max_prompt_tokens'}"
         )
 
 

@@ -161,6 +161,12 @@ class TrainingLoop:
         # The embedded engine's model is the trainer's own: what differs is rounding.
         if self.config.engine == "vllm":
             warnings += filter(None, [self._drift.warning(record)])
+        if record["nonfinite"]:
+            skipped, most = self.parts.updater.num_skipped_in_a_row, self.config.max_nonfinite
+            warnings.append(
+                "loss or gradient was not finite, so an update was skipped "
+                f"({skipped} in a row; max_nonfinite={most} end the run)"
+            )
         for failure in self.parts.source.failures():
             reporter.message(failure)
         for warning in warnings:

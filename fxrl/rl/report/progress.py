@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -193,9 +193,13 @@ class Reporter:
         """A message after which the process may be ended at any moment."""
         self.message(text)
 
+    def show(self, found: RenderableType) -> None:
+        """Print a table, to stay."""
+        self.console.print(found)
+
     def report(self, report: Report) -> None:
         """Show what ``fxrl.optimize`` did, after the first step."""
-        self.console.print(report)
+        self.show(report)
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """One step's metrics and sample completions."""
@@ -208,7 +212,7 @@ class Reporter:
         """Print what was seen last once more, to stay."""
         samples, self._samples = self._samples, ()
         if samples:
-            self.console.print(completions_table(samples))
+            self.show(completions_table(samples))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """The end of the run."""
@@ -217,7 +221,7 @@ class Reporter:
         for name, value in values.items():
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
             table.add_row(name, Text(shown))
-        self.console.print(table)
+        self.show(table)
 
 
 class LogReporter(Reporter):
@@ -264,6 +268,12 @@ class LogReporter(Reporter):
     def message(self, text: str) -> None:
         self._written = self.clock()
         self.console.out(text, highlight=False)
+
+    def show(self, found: RenderableType) -> None:
+        """Without colours, which a console that began on a terminal would write into a file too,
+        and without the blanks that fill a terminal's lines."""
+        for parts in self.console.render_lines(found, pad=False):
+            self.console.out("".join(part.text for part in parts).rstrip(), highlight=False)
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         super().step(record, samples)
@@ -345,7 +355,6 @@ class LiveReporter(LogReporter):
         closed = not self.console.is_terminal
         if closed and self.console.is_interactive:
             self.console.is_interactive = False  # else the view is printed beside each line
-            self.console.no_color = True
         return closed
 
     def tick(self) -> None:
@@ -361,6 +370,9 @@ class LiveReporter(LogReporter):
             super().message(text)
         else:
             Reporter.message(self, broken(text, self.console.width))
+
+    def show(self, found: RenderableType) -> None:
+        (LogReporter if self._closed else Reporter).show(self, found)
 
     def stopping(self, text: str) -> None:
         """Gives the terminal its cursor back: a second signal leaves no time for that."""
@@ -393,7 +405,7 @@ class LiveReporter(LogReporter):
         bar = Table.grid(padding=(0, 1))
         words = f"{_hours(self.clock() - self.start)} elapsed, {_hours(self.seconds_left())} left"
         done = ProgressBar(total=self.total, completed=self.done, width=24)
-        bar.add_row("[bold]steps done", done, f"{self.done}/{self.total}", words)
+        bar.add_row(Text("steps done", "bold"), done, f"{self.done}/{self.total}", words)
         return bar
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
@@ -407,7 +419,7 @@ class LiveReporter(LogReporter):
         self._samples = ()
         self._live.refresh()  # else they stand in the view below as well, which scrolls these away
         for table in last:
-            self.console.print(table)
+            self.show(table)
 
 
 def reporter_on(console: Console, *, json: bool, log: type[LogReporter] = LogReporter) -> Reporter:

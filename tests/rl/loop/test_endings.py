@@ -272,10 +272,11 @@ def test_a_reader_that_goes_away(behaving, monkeypatch, capsys):
     assert f"writes to {Path('out/train.log').absolute()}" in capsys.readouterr().err
 
 
-def test_a_reader_that_was_never_there(behaving, monkeypatch, capsys):
+@pytest.mark.parametrize("json", [False, True])
+def test_a_reader_that_was_never_there(behaving, monkeypatch, capsys, json):
     with piped(monkeypatch) as reader:
         os.close(reader)
-        assert behaving("pass", json=False) == 1
+        assert behaving("pass", json=json) == 1
     assert capsys.readouterr().err == "fxrl train: stdout: Broken pipe; nothing was trained\n"
 
 
@@ -330,6 +331,8 @@ def test_a_hangup_of_the_terminal(behaving, monkeypatch, heard_hangups):
     )
     assert [f"step {n}/4" in log for n in (1, 2, 3, 4)] == [False, False, True, True]
     assert "│" in log.partition("summary")[2] or "final" in log
+    assert "\x1b" not in log
+    assert [line for line in log.splitlines() if line.endswith(" ")] == []
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 

@@ -137,7 +137,8 @@ def test_completions_beyond_the_models_positions_are_told_before_the_first_step(
     assert train(config_file, "sampling.max_tokens=1024") == 1
     told = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
     assert told.startswith("sampling.max_tokens=1024 behind the longest prompt, of ")
-    assert "more than the model's 1024 positions; lower it" in told
+    longest = int(told.partition("longest prompt, of ")[2].split()[0])
+    assert f"more than the model's 1024 positions; lower it to {1024 - longest}, or" in told
 
 
 def test_a_right_answer_that_no_row_has_is_told_before_the_model(config_file, capsys):

@@ -215,7 +215,9 @@ def test_nan_gradients_stop_the_run(config_file, capsys):
         "    return model(input_ids=ids).logits.sum() * float('nan')\n"
     )
     assert train(config_file, "out", "loss={name='bad_losses:nan'}", "max_nonfinite=2") == 1
-    assert "not finite 2 updates in a row" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "step 1: loss or gradient was not finite, so an update was skipped (1 in a row" in told
+    assert "not finite 2 updates in a row" in told
     [line] = metrics("out")
     assert json.loads(line)["loss"] is None
     assert json.loads(line)["nonfinite"] == 1.0

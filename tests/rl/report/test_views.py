@@ -239,6 +239,16 @@ def test_a_terminal_breaks_messages_between_words():
     ]
 
 
+def test_a_message_leaves_the_view_as_it_is():
+    stream = io.StringIO()
+    with progress.LiveReporter(Console(file=stream, force_terminal=True, width=80)) as reporter:
+        reporter.begin(9, 0)
+        reporter.show_last()  # draws the view
+        before = stream.tell()
+        reporter.message("a [word]")
+        assert "\x1b[1msteps done" in stream.getvalue()[before:]
+
+
 def test_what_is_left_is_known_from_the_second_step_on():
     """However long a step takes; the first one captures, so it counts only while it is alone."""
     for reporter in (LogReporter, progress.LiveReporter):
