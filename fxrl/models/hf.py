@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -92,6 +92,7 @@ def save_pretrained(model: Any, folder: Path) -> None:
             setattr(model, VALUE_HEAD, head)
         if used_cache is not None:
             model.config.use_cache = False
+    _as_other_files(folder)
     save_value_head(model, folder)
 
 
@@ -128,11 +129,21 @@ def save_beside(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
     with system_errors():
         save_file = optional("safetensors.torch", "saving a model").save_file
         save_file(own, folder / name, {"format": "pt"})
+    _as_other_files(folder)
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         with safetensors.safe_open(str(whole), "pt") as opened:
             places = dict.fromkeys(opened.keys(), whole.name)
         index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def _as_other_files(folder: Path) -> None:
+    """Whoever may read the folder may read its weights: safetensors 0.8 writes a temporary file,
+    which is its owner's alone, and renames it."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError):  # a file system without permissions
+            file.chmod(mode)
 
 
 def why_no_hub() -> str | None:

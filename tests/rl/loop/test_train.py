@@ -72,6 +72,8 @@ def test_a_run_writes_everything(config_file, capsys):
     assert any((out / "tensorboard").iterdir())
     assert (out / "final" / "adapter_model.safetensors").is_file()
     assert (out / "final" / "tokenizer.json").is_file()
+    for folder in (out / "final", *(out / "checkpoints").iterdir()):
+        assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "who may read them"
     samples = [json.loads(text) for text in (out / "completions.jsonl").read_text().splitlines()]
     assert len(samples) == 8
     assert {"step", "prompt", "completion", "reward", "advantage"} <= samples[0].keys()
