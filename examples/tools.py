@@ -72,6 +72,7 @@ def main(config=CONFIG, shown=100):
     """Trains; the model is shown conversations for ``shown`` steps before."""
     torch.manual_seed(0)
     model, tokenizer = load_model("tiny:qwen3", "float32", "cpu")
+    print(f"showing the model what calls look like: {shown} steps", flush=True)
     show(model, tokenizer, shown)
     trainer = Trainer(model, right, ROWS, config, tokenizer=tokenizer, tools=[add])
     return trainer.train(overwrite=True)
