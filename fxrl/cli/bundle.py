@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxrl.errors import ConfigError, MissingPackageError, VerificationError
+from fxrl.errors import ConfigError, FxrlError, MissingPackageError, VerificationError
 from fxrl.files import replacing
 from fxrl.inspect.evaluate import split_result
 from fxrl.inspect.timeline import plot
@@ -106,10 +106,19 @@ def write_bundle(
     made.sections["What fxrl did"] = str(step.report)
     made.files["index.html"] = _page(made, setup).encode()
     say(f"writing {path}")
-    with replacing(path) as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in made.files.items():
-            archive.writestr(name, content)
+    try:
+        _write(path, made.files)
+    except OSError as error:
+        raise FxrlError(
+            f"{path} could not be written: {error.strerror}; free some space, or name another"
+        ) from error
     return made
+
+
+def _write(path: Path, files: Mapping[str, bytes]) -> None:
+    with replacing(path) as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
 
 
 def _measured(made: Bundle, step: TrainStep, batch: Any) -> None:

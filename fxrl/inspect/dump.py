@@ -35,7 +35,7 @@ from fxrl.capture._torch import cache_entries
 from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.compile.outer import aot_graphs
 from fxrl.errors import FxrlError, MissingPackageError, optional
-from fxrl.files import refuse_links
+from fxrl.files import refuse_links, write_text
 from fxrl.ir.capture_record import Capture, GraphBreak
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
@@ -179,8 +179,9 @@ def write_dump(
 
     Raises:
         DumpError: ``directory`` is a file or cannot be written, its list of files is damaged, or a
-            file of someone else has a name that the dump needs. Nothing is written then.
-        ForeignFileError: one of its files is reached through a link; likewise.
+            file of someone else has a name that the dump needs. Nothing is written then. Or the
+            disk is full, with a part written, which the next dump into it replaces.
+        ForeignFileError: one of its files is reached through a link; nothing is written.
     """
     root = Path(directory)
     depyf: dict[str, str] = {}
@@ -190,7 +191,15 @@ def write_dump(
             depyf |= decompile_dynamo(function)
         except (MissingPackageError, DecompileError) as error:
             notes.append(str(error))
-    _write(root, render(records, report, depyf=depyf, notes=list(dict.fromkeys(notes))))
+    try:
+        _write(root, render(records, report, depyf=depyf, notes=list(dict.fromkeys(notes))))
+    except DumpError:
+        raise
+    except OSError as error:
+        raise DumpError(
+            f"{root} could not be written: {error.strerror}; a part of it may be there; free "
+            "some space, or choose another"
+        ) from error
     return root / "index.md"
 
 
@@ -390,7 +399,7 @@ def _manifest(root: Path) -> set[str]:
 
 def _save_manifest(root: Path, paths: set[str]) -> None:
     text = json.dumps({"files": sorted(paths)}, indent=1)
-    (root / _MANIFEST).write_text(text + "\n", encoding="utf-8")
+    write_text(root / _MANIFEST, text + "\n")  # whole, or the next dump would refuse the folder
 
 
 def _remove(root: Path, path: str) -> None:

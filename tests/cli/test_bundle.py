@@ -1,7 +1,9 @@
 """The bundle of ``fxrl report``: what is in it, what is not, and that trouble becomes a part."""
 
+import errno
 import importlib.metadata
 import json
+import os
 import zipfile
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 import fxrl
 from fxrl.cli import main
 from fxrl.cli.bundle import write_bundle
+from fxrl.errors import FxrlError
 from tests.inspect.planted import plant_wrong_lowering
 
 CONFIG = fxrl.Config(min_saved_bytes=0, compile_regions=False)
@@ -98,6 +101,15 @@ def test_a_step_that_is_wrong_is_no_success(bundled, monkeypatch):
     assert not found.ok
     assert "Something is wrong" in files["index.html"]
     assert not json.loads(files["verify.json"])["ok"]
+
+
+def test_a_full_disk(bundled, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fxrl.cli.bundle.replacing", full)
+    with pytest.raises(FxrlError, match=r"a\.zip could not be written: No space left on device; f"):
+        bundled(raises)
 
 
 @pytest.mark.parametrize(

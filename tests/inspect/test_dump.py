@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import sys
 
 import pytest
@@ -241,6 +242,17 @@ def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "dump").write_text("mine")
     with pytest.raises(DumpError, match="is a file"):
         write_dump(tmp_path / "dump", [], Report())
+
+
+def test_a_disk_that_takes_no_more(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        with pytest.raises(DumpError, match=r"/dump could not be written: File too large; a part"):
+            write_dump(tmp_path / "dump", [make_record()], APPLIED)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert write_dump(tmp_path / "dump", [make_record()], APPLIED).is_file(), "it is replaced"
 
 
 def test_links_in_a_strangers_folder_are_not_followed(tmp_path):
