@@ -72,6 +72,26 @@ CHANGES: dict[str, Callable[[Mixer], Any]] = {
 }
 
 
+class Held:
+    weight: torch.Tensor
+
+
+def loss_with_held(model: Mixer, batch: Any) -> torch.Tensor:
+    tied = model.head.weight is model.embed.weight
+    return policy_loss(model, batch) * (2 if tied else 1) + (Held.weight * model.mix.weight).sum()
+
+
+def test_a_weight_by_another_name_may_become_another() -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    step = optimize(model, loss_with_held, CONFIG)
+    CHANGES["untied"](model)
+    for Held.weight in (model.mix.weight, torch.ones(12, 12, dtype=torch.float64)):
+        assert_matches_eager(step, loss_with_held, model, batch)
+    model.head.weight = model.embed.weight
+    assert_matches_eager(step, loss_with_held, model, batch)
+    assert captures(step) == 3
+
+
 def test_the_model_may_change() -> None:
     model, batch = make_model(dropout=0.0), fixed(make_batch())
     step = optimize(model, policy_loss, CONFIG)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
+    LazyVariableTracker,
     TensorVariable,
     TorchInGraphFunctionVariable,
     TupleVariable,
@@ -33,6 +35,7 @@ from torch._dynamo.variables import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
 )
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.nn_module import (
@@ -43,12 +46,14 @@ from torch._dynamo.variables.nn_module import (
 from torch.utils.hooks import RemovableHandle
 
 from fxrl.capture._torch import global_hooks
-from fxrl.capture.repeated import again, kind_of_cache, only_again
+from fxrl.capture.repeated import again, has_read, kind_of_cache, only_again
 from fxrl.ir.graph import hint
 
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
 _call_module = UnspecializedNNModuleVariable.call_function
+_get_attribute = UnspecializedNNModuleVariable.var_getattr
+_build_variable = VariableBuilder.__call__
 _AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
 # Torch 2.15 does.
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
@@ -73,6 +78,49 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
             translator.push(ConstantVariable.create(getattr(owner.value, instruction.argval)))
             return
     translator.LOAD_ATTR(instruction)
+
+
+def _compare(translator: Any, instruction: Any) -> None:
+    """Two modules that are compared tell layers apart; that two weights are not one holds as long
+    as they are these, which no guard asks."""
+    sides = translator.stack[-2:]
+    kinds = {_kind_of(side) for side in sides}
+    if all(issubclass(kind, torch.nn.Module) for kind in kinds):
+        has_read(*(side.realize().value for side in sides))
+    if kinds == {torch.nn.Parameter}:
+        install_guard(*(side.realize().source.make_guard(GuardBuilder.ID_MATCH) for side in sides))
+    getattr(translator, instruction.opname)(instruction)
+
+
+def _kind_of(side: Any) -> type:
+    if isinstance(side, LazyVariableTracker) and not side.is_realized():
+        return side.peek_type()
+    known = side.realize()
+    if isinstance(known, UnspecializedNNModuleVariable):
+        return type(known.value)
+    sourced = isinstance(known, TensorVariable) and known.source is not None
+    return known.class_type if sourced else object
+
+
+def _attribute(self: Any, tx: Any, name: str) -> Any:
+    has_read(self.value)
+    return _get_attribute(self, tx, name)
+
+
+def _build(self: Any, value: Any) -> Any:
+    """What is found by two ways is one object as long as it is: Dynamo does not guard that where a
+    global is one of them, and takes it for the same when it has become another."""
+    effects = self.tx.output.side_effects
+    known = effects[value].source if value in effects else None
+    if known not in (None, self.source):
+        self.install_guards(partial(GuardBuilder.DUPLICATE_INPUT, source_b=known))
+        method = isinstance(self.source, AttrSource) and self.source.member == "__self__"
+        if isinstance(value, (torch.nn.Module, torch.Tensor)) and not method:
+            root = self.tx.output.root_tx
+            scope = {"G": root.f_globals, "L": root.f_locals}
+            base = getattr(self.source, "base", None)
+            has_read(value, base and base.get_value(scope, {}, {}))
+    return _build_variable(self, value)
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -179,6 +227,8 @@ def _name_nothing(self: Any, module: Any, source: Any) -> None:
 HANDLERS = {
     dis.opmap["IMPORT_NAME"]: _import_name,
     dis.opmap["LOAD_ATTR"]: _load_attribute,
+    dis.opmap["IS_OP"]: _compare,
+    dis.opmap["COMPARE_OP"]: _compare,
 }
 REPLACED: list[tuple[Any, str, Any]] = [
     (UserDefinedClassVariable, "call_function", _instance),
@@ -186,6 +236,8 @@ REPLACED: list[tuple[Any, str, Any]] = [
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
+    (UnspecializedNNModuleVariable, "var_getattr", _attribute),
+    (VariableBuilder, "__call__", _build),
     (RandomVariable, "is_supported_random_obj", staticmethod(_is_traced)),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
 ]
