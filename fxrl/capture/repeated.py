@@ -68,10 +68,12 @@ class _Layout:
         self.held: dict[int, int] = {}
         self._watched: list[Any] = []  # containers, of dicts their values
         self._empty: list[Any] = []
+        self._owners: list[Any] = []  # of attributes, whose class may become another
         self.facts = self._fact("", layer)
         self._sizes = [*map(len, self._watched)]
         self._values = [*itertools.chain.from_iterable(self._watched)]
         self._looks = [*map(_look, self.tensors)]
+        self._kinds = [*map(type, self._owners)]
 
     def holds(self) -> bool:
         """Whether the layer's modules still hold what they held, and the tensors look the same.
@@ -85,6 +87,7 @@ class _Layout:
             and [*map(len, self._watched)] == self._sizes
             and all(map(operator.is_, now, self._values))
             and [*map(_look, self.tensors)] == self._looks
+            and [*map(type, self._owners)] == self._kinds
         )
 
     def equals(self, other: _Layout, steps: int) -> bool:
@@ -96,7 +99,8 @@ class _Layout:
 
     def forget(self) -> None:
         """Hold nothing any more, but know what there was."""
-        for held in (self.tensors, self.objects, self._watched, self._values, self._empty):
+        kept = (self.tensors, self.objects, self._watched, self._values, self._empty, self._owners)
+        for held in kept:
             held.clear()
         self.held.clear()
 
@@ -156,6 +160,7 @@ class _Layout:
     def _attributes(self, value: Any) -> Iterator[Any]:
         self.held[id(value.__dict__)] = len(self.held)
         self._watched.append(value.__dict__.values())
+        self._owners.append(value)
         return ((k, self._fact(k, v)) for k, v in value.__dict__.items())
 
 

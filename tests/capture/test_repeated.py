@@ -839,11 +839,17 @@ def patched(model):
     model.layers[1].forward = lambda x, **_: x * 2
 
 
+def another_class(model):
+    model.layers[1].__class__ = LooksItsGainUp
+    Context.gains = {model.layers[1]: 0.5}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         hook,
         hook_of_a_layer,
+        another_class,
         replaced_weight,
         replaced_module,
         replaced_layer,
