@@ -27,7 +27,6 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
-    LazyVariableTracker,
     TensorVariable,
     TorchInGraphFunctionVariable,
     TupleVariable,
@@ -37,12 +36,14 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.nn_module import (
     record_nn_module_stack,
     unpatched_nn_module_call,
     unpatched_nn_module_call_impl,
 )
+from torch._guards import Guard, Source
 from torch.utils.hooks import RemovableHandle
 
 from fxrl.capture._torch import global_hooks
@@ -81,25 +82,27 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
 
 
 def _compare(translator: Any, instruction: Any) -> None:
-    """Two modules that are compared tell layers apart; that two weights are not one holds as long
-    as they are these, which no guard asks."""
+    """Two modules that are compared tell layers apart. That two objects are not one holds until
+    they are, which Dynamo does not guard."""
     sides = translator.stack[-2:]
-    kinds = {_kind_of(side) for side in sides}
-    if all(issubclass(kind, torch.nn.Module) for kind in kinds):
-        has_read(*(side.realize().value for side in sides))
-    if kinds == {torch.nn.Parameter}:
-        install_guard(*(side.realize().source.make_guard(GuardBuilder.ID_MATCH) for side in sides))
     getattr(translator, instruction.opname)(instruction)
+    sides = [side.realize() for side in sides]
+    if not all(isinstance(side, _OBJECTS) for side in sides):
+        return
+    if all(isinstance(side, UnspecializedNNModuleVariable) for side in sides):
+        has_read(*(side.value for side in sides))
+    left, right = sides
+    if left.source and right.source and left is not right and instruction.opname == "IS_OP":
+        install_guard(left.source.make_guard(partial(_are_apart, source=right.source)))
 
 
-def _kind_of(side: Any) -> type:
-    if isinstance(side, LazyVariableTracker) and not side.is_realized():
-        return side.peek_type()
-    known = side.realize()
-    if isinstance(known, UnspecializedNNModuleVariable):
-        return type(known.value)
-    sourced = isinstance(known, TensorVariable) and known.source is not None
-    return known.class_type if sourced else object
+def _are_apart(builder: GuardBuilder, guard: Guard, source: Source) -> None:
+    """Guard that what ``guard`` is about is not the object of ``source``."""
+    code = f"{builder.arg_ref(source.name)} is not {builder.arg_ref(guard)}"
+    builder.object_aliasing_guard_codes.append((code, code))
+
+
+_OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjectVariable
 
 
 def _attribute(self: Any, tx: Any, name: str) -> Any:
