@@ -8,8 +8,9 @@ not see (``capture.writes``), and the calls that are not opened (``capture.opaqu
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -185,6 +186,15 @@ def _functional(function: Callable[..., Any], mode: Functional) -> Callable[...,
     return run
 
 
+def _itself(function: Any) -> AbstractContextManager[Any]:
+    """Where a function of torch is called by whom the user has put in its place, as in
+    ``F.cross_entropy = mine``: it runs itself. Under the modes of a trace it would call, by its
+    name, whatever stands there, which would so be applied twice."""
+    home = sys.modules.get(getattr(function, "__module__", None) or "")
+    stands = getattr(home, getattr(function, "__name__", ""), function)
+    return nullcontext() if stands is function else torch._C.DisableTorchFunction()
+
+
 class _Lowering(fx.Interpreter):
     """Runs a Dynamo graph under tracing, keeping what ATen alone would lose.
 
@@ -227,7 +237,8 @@ class _Lowering(fx.Interpreter):
             return self._whole(n)
         op = library_op(n.target)
         if n.op != "call_function" or (op is None and not is_unseen(n)):
-            return super().run_node(n)
+            with _itself(n.target):
+                return super().run_node(n)
         leaves = pytree.tree_leaves(self.fetch_args_kwargs_from_env(n))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in given]

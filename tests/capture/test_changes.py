@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fxrl.errors import FxrlError
@@ -90,6 +92,20 @@ def test_a_weight_by_another_name_may_become_another() -> None:
     model.head.weight = model.embed.weight
     assert_matches_eager(step, loss_with_held, model, batch)
     assert captures(step) == 3
+
+
+def test_what_stands_for_a_function_of_torch_is_applied_once(monkeypatch: Any) -> None:
+    def loss(model: Mixer, batch: Any) -> torch.Tensor:
+        logits = model(batch["ids"])[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    model, batch, own = make_model(), fixed(make_batch()), F.cross_entropy
+    step = optimize(model, loss, CONFIG)
+    for scale in (0.5, 2.0):
+        theirs = partial(lambda scale, logits, *args: own(logits * scale, *args), scale)
+        monkeypatch.setattr(F, "cross_entropy", theirs)
+        assert_matches_eager(step, loss, model, batch)
+    assert fused(step)
 
 
 def test_the_model_may_change() -> None:

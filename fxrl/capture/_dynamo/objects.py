@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -119,11 +120,17 @@ def _build(self: Any, value: Any) -> Any:
         self.install_guards(partial(GuardBuilder.DUPLICATE_INPUT, source_b=known))
         method = isinstance(self.source, AttrSource) and self.source.member == "__self__"
         if isinstance(value, (torch.nn.Module, torch.Tensor)) and not method:
-            root = self.tx.output.root_tx
-            scope = {"G": root.f_globals, "L": root.f_locals}
-            base = getattr(self.source, "base", None)
-            has_read(value, base and base.get_value(scope, {}, {}))
+            has_read(value, _holder(self.source, self.tx.output.root_tx))
     return _build_variable(self, value)
+
+
+def _holder(source: Any, root: Any) -> Any:
+    """What a source reads an attribute or an item of; none where that is not known before it runs,
+    or of a global."""
+    scope = {"G": root.f_globals, "L": root.f_locals}
+    with suppress(Exception):
+        return source.base.get_value(scope, {}, {})
+    return None
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
