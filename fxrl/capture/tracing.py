@@ -32,6 +32,7 @@ from fxrl.capture._torch import (
     library_op,
     make_fx,
     only_what_is_read,
+    without_function_modes,
     without_functionalize_key,
 )
 from fxrl.capture.opaque import OpaqueCalls, Recorded, ToldAutograd, is_opaque, is_unseen
@@ -192,7 +193,7 @@ def _itself(function: Any) -> AbstractContextManager[Any]:
     name, whatever stands there, which would so be applied twice."""
     home = sys.modules.get(getattr(function, "__module__", None) or "")
     stands = getattr(home, getattr(function, "__name__", ""), function)
-    return nullcontext() if stands is function else torch._C.DisableTorchFunction()
+    return nullcontext() if stands is function else without_function_modes()
 
 
 class _Lowering(fx.Interpreter):
