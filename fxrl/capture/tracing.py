@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -187,13 +188,18 @@ def _functional(function: Callable[..., Any], mode: Functional) -> Callable[...,
     return run
 
 
-def _itself(function: Any) -> AbstractContextManager[Any]:
-    """Where a function of torch is called by whom the user has put in its place, as in
-    ``F.cross_entropy = mine``: it runs itself. Under the modes of a trace it would call, by its
-    name, whatever stands there, which would so be applied twice."""
+def _is_replaced(function: Any) -> bool:
+    """Whether it is a function of torch in whose place the user has put another, as in
+    ``F.cross_entropy = mine``, or that other one, which Dynamo takes for torch's.
+
+    Under the modes of a trace the former calls, by its name, whatever stands there: a wrapper would
+    be applied twice.
+    """
     home = sys.modules.get(getattr(function, "__module__", None) or "")
-    stands = getattr(home, getattr(function, "__name__", ""), function)
-    return nullcontext() if stands is function else without_function_modes()
+    if getattr(home, getattr(function, "__name__", ""), function) is not function:
+        return True
+    own = isinstance(function, types.FunctionType) and not function.__module__.startswith("torch.")
+    return own and any(function is one for one in vars(torch.nn.functional).values())
 
 
 class _Lowering(fx.Interpreter):
@@ -237,9 +243,11 @@ class _Lowering(fx.Interpreter):
         if is_opaque(n):
             return self._whole(n)
         op = library_op(n.target)
-        if n.op != "call_function" or (op is None and not is_unseen(n)):
-            with _itself(n.target):
+        if n.op == "call_function" and _is_replaced(n.target):
+            with without_function_modes():
                 return super().run_node(n)
+        if n.op != "call_function" or (op is None and not is_unseen(n)):
+            return super().run_node(n)
         leaves = pytree.tree_leaves(self.fetch_args_kwargs_from_env(n))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in given]
