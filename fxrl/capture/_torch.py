@@ -140,6 +140,11 @@ def without_functionalize_key() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(key)
 
 
+def without_function_modes() -> Any:
+    """A context in which functions of torch run by themselves, and tell no mode of it."""
+    return torch._C.DisableTorchFunction()
+
+
 def equate(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     """Let two sizes be known as equal from here on, which is for the graph to check; whether one of
     them tells a symbol that data decides, for which what is left can stand: of ``u0 - 8`` and

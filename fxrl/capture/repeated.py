@@ -68,10 +68,12 @@ class _Layout:
         self.held: dict[int, int] = {}
         self._watched: list[Any] = []  # containers, of dicts their values
         self._empty: list[Any] = []
+        self._owners: list[Any] = []  # of attributes, whose class may become another
         self.facts = self._fact("", layer)
         self._sizes = [*map(len, self._watched)]
         self._values = [*itertools.chain.from_iterable(self._watched)]
         self._looks = [*map(_look, self.tensors)]
+        self._kinds = [*map(type, self._owners)]
 
     def holds(self) -> bool:
         """Whether the layer's modules still hold what they held, and the tensors look the same.
@@ -85,6 +87,7 @@ class _Layout:
             and [*map(len, self._watched)] == self._sizes
             and all(map(operator.is_, now, self._values))
             and [*map(_look, self.tensors)] == self._looks
+            and [*map(type, self._owners)] == self._kinds
         )
 
     def equals(self, other: _Layout, steps: int) -> bool:
@@ -96,7 +99,8 @@ class _Layout:
 
     def forget(self) -> None:
         """Hold nothing any more, but know what there was."""
-        for held in (self.tensors, self.objects, self._watched, self._values, self._empty):
+        kept = (self.tensors, self.objects, self._watched, self._values, self._empty, self._owners)
+        for held in kept:
             held.clear()
         self.held.clear()
 
@@ -156,6 +160,7 @@ class _Layout:
     def _attributes(self, value: Any) -> Iterator[Any]:
         self.held[id(value.__dict__)] = len(self.held)
         self._watched.append(value.__dict__.values())
+        self._owners.append(value)
         return ((k, self._fact(k, v)) for k, v in value.__dict__.items())
 
 
@@ -190,6 +195,7 @@ class Layer:
         self.modes: Any = None
         self.written: dict[int, Any] = {}
         self.fed: list[bool] = []  # which of its arguments' tensors were traced with a gradient
+        self.begun = 0  # how many of ``_READ`` there were
         self.token = next(_TOKENS)
         _LAYERS[self.token] = self
 
@@ -216,6 +222,13 @@ class Layer:
     def trains(self) -> bool:
         """Whether it has weights that are trained."""
         return any(tensor.requires_grad for tensor in self.layout.tensors)
+
+    def is_told_by(self, read: tuple[Any, ...]) -> bool:
+        """Whether ``has_read`` tells traced code this layer from equal ones."""
+        own = [id(one) in self.layout.held for one in read]
+        if len(own) == 1:  # a module that has the layer inside of it knows its place
+            return not own[0] and self.module in read[0].modules()
+        return any(own) and (read[0] is read[1] or not all(own))
 
     def place_of(self, tensor: Any) -> int | None:
         """Which of the layer's tensors it is; equal layers have theirs in the same order."""
@@ -292,6 +305,15 @@ _TOKENS = itertools.count()
 _LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
 
 
+_READ: list[tuple[Any, ...]] = []
+
+
+def has_read(*parts: Any) -> None:
+    """Told by the trace: an attribute is read of a module; two modules are compared; a module or a
+    tensor is found again by another way, in what is given with it (none: a global)."""
+    _READ.append(parts)
+
+
 def layer_of(token: int) -> Layer:
     """The layer whose marks have this token."""
     return _LAYERS[token]
@@ -355,7 +377,7 @@ def _trace_again(token: int, original: Any, args: Any, kwargs: Any, told: Any) -
 def begins(token: int, args: Any, kwargs: Any) -> Tensor:
     """Here the calls of a first layer begin; the arguments are what they were given."""
     layer = _LAYERS[token]
-    layer.written, layer.modes = written_by_trace(), _modes()
+    layer.written, layer.modes, layer.begun = written_by_trace(), _modes(), len(_READ)
     top = {id(value) for value in (*args, *kwargs.values())} if layer.trains else set()
     layer.fed = [
         leaf.requires_grad or (id(leaf) in top and _is_starved(leaf))
@@ -378,6 +400,9 @@ def ends(token: int, begin: Tensor, result: Any) -> Any:
         raise Refusal(f"{layer.path} writes into Python objects")
     if looked_up_by(layer.layout.held):
         raise Refusal(f"{layer.path}, or a part of it, is what something is looked up by")
+    for read in {(*map(id, parts),): parts for parts in _READ[layer.begun :]}.values():
+        if layer.is_told_by(read):
+            raise Refusal(f"{layer.path} reads a {type(read[-1]).__name__} that tells layers apart")
     layer.result = result
     return pytree.tree_map_only(Tensor, torch.clone, result)
 
@@ -467,6 +492,7 @@ class RepeatedLayers:
         try:
             yield
         finally:
+            _READ.clear()
             for layer, own in zip(layers, before, strict=True):
                 layer.result = None
                 if own is None:

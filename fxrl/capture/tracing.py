@@ -8,6 +8,8 @@ not see (``capture.writes``), and the calls that are not opened (``capture.opaqu
 from __future__ import annotations
 
 import re
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,6 +33,7 @@ from fxrl.capture._torch import (
     library_op,
     make_fx,
     only_what_is_read,
+    without_function_modes,
     without_functionalize_key,
 )
 from fxrl.capture.opaque import OpaqueCalls, Recorded, ToldAutograd, is_opaque, is_unseen
@@ -185,6 +188,20 @@ def _functional(function: Callable[..., Any], mode: Functional) -> Callable[...,
     return run
 
 
+def _is_replaced(function: Any) -> bool:
+    """Whether it is a function of torch in whose place the user has put another, as in
+    ``F.cross_entropy = mine``, or that other one, which Dynamo takes for torch's.
+
+    Under the modes of a trace the former calls, by its name, whatever stands there: a wrapper would
+    be applied twice.
+    """
+    home = sys.modules.get(getattr(function, "__module__", None) or "")
+    if getattr(home, getattr(function, "__name__", ""), function) is not function:
+        return True
+    own = isinstance(function, types.FunctionType) and not function.__module__.startswith("torch.")
+    return own and any(function is one for one in vars(torch.nn.functional).values())
+
+
 class _Lowering(fx.Interpreter):
     """Runs a Dynamo graph under tracing, keeping what ATen alone would lose.
 
@@ -226,6 +243,9 @@ class _Lowering(fx.Interpreter):
         if is_opaque(n):
             return self._whole(n)
         op = library_op(n.target)
+        if n.op == "call_function" and _is_replaced(n.target):
+            with without_function_modes():
+                return super().run_node(n)
         if n.op != "call_function" or (op is None and not is_unseen(n)):
             return super().run_node(n)
         leaves = pytree.tree_leaves(self.fetch_args_kwargs_from_env(n))

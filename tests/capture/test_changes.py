@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fxrl.errors import FxrlError
@@ -70,6 +71,39 @@ CHANGES: dict[str, Callable[[Mixer], Any]] = {
     "another module": swap,
     "untied": lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach().clone())),
 }
+
+
+class Held:
+    weight: torch.Tensor
+
+
+def loss_with_held(model: Mixer, batch: Any) -> torch.Tensor:
+    tied = model.head.weight is model.embed.weight
+    return policy_loss(model, batch) * (2 if tied else 1) + (Held.weight * model.mix.weight).sum()
+
+
+def test_a_weight_by_another_name_may_become_another() -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    step = optimize(model, loss_with_held, CONFIG)
+    CHANGES["untied"](model)
+    for Held.weight in (model.mix.weight, torch.ones(12, 12, dtype=torch.float64)):
+        assert_matches_eager(step, loss_with_held, model, batch)
+    model.head.weight = model.embed.weight
+    assert_matches_eager(step, loss_with_held, model, batch)
+    assert captures(step) == 3
+
+
+def test_what_stands_for_a_function_of_torch_is_applied_once(monkeypatch: Any) -> None:
+    def loss(model: Mixer, batch: Any) -> torch.Tensor:
+        logits = model(batch["ids"])[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    model, batch, own = make_model(), fixed(make_batch()), F.cross_entropy
+    step = optimize(model, loss, CONFIG)
+    for theirs in (lambda z, *args: own(z * 0.5, *args), lambda z, *args: own(z * 2, *args)):
+        monkeypatch.setattr(F, "cross_entropy", theirs)
+        assert_matches_eager(step, loss, model, batch)
+    assert fused(step)
 
 
 def test_the_model_may_change() -> None:

@@ -581,9 +581,21 @@ class LooksItsGainUp(Layer):
         return super().forward(x) * Context.gains[self]
 
 
+class AsksForItself(Layer):
+    def forward(self, x, bias=None, seen=None):
+        first = Context.model().layers[0]
+        return super().forward(x) * (2.0 if self is first else 1.0)
+
+
+class ReadsTheFirst(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) + Context.first.out(x)
+
+
 class KnowsItsLayers(Model):
     def __init__(self, kind):
         super().__init__(kind)
+        Context.model, Context.first = weakref.ref(self), self.layers[0]
         Context.gains = {layer: 1.0 + number for number, layer in enumerate(self.layers)}
 
 
@@ -608,8 +620,22 @@ def test_layers_that_are_written_into_alike_stay_equal():
         (ReadsTheContext, TellsTheContext),
         (CountsInTheContext, ReadsTheCount),
         (LooksItsGainUp, KnowsItsLayers),
+        (AsksForItself, KnowsItsLayers),
+        (ReadsTheFirst, KnowsItsLayers),
     ],
-    ids=["number", "name", "leak", "modes", "arguments", "written", "context", "count", "lookup"],
+    ids=[
+        "number",
+        "name",
+        "leak",
+        "modes",
+        "arguments",
+        "written",
+        "context",
+        "count",
+        "lookup",
+        "identity",
+        "first",
+    ],
 )
 def test_a_layer_that_differs_in_the_trace(kind, model):
     model = make(kind, model)
@@ -813,11 +839,17 @@ def patched(model):
     model.layers[1].forward = lambda x, **_: x * 2
 
 
+def another_class(model):
+    model.layers[1].__class__ = LooksItsGainUp
+    Context.gains = {model.layers[1]: 0.5}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         hook,
         hook_of_a_layer,
+        another_class,
         replaced_weight,
         replaced_module,
         replaced_layer,

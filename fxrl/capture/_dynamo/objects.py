@@ -13,6 +13,8 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -33,22 +35,27 @@ from torch._dynamo.variables import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
 )
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.nn_module import (
     record_nn_module_stack,
     unpatched_nn_module_call,
     unpatched_nn_module_call_impl,
 )
+from torch._guards import Guard, Source
 from torch.utils.hooks import RemovableHandle
 
 from fxrl.capture._torch import global_hooks
-from fxrl.capture.repeated import again, kind_of_cache, only_again
+from fxrl.capture.repeated import again, has_read, kind_of_cache, only_again
 from fxrl.ir.graph import hint
 
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
 _call_module = UnspecializedNNModuleVariable.call_function
+_get_attribute = UnspecializedNNModuleVariable.var_getattr
+_build_variable = VariableBuilder.__call__
 _AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
 # Torch 2.15 does.
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
@@ -73,6 +80,57 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
             translator.push(ConstantVariable.create(getattr(owner.value, instruction.argval)))
             return
     translator.LOAD_ATTR(instruction)
+
+
+def _compare(translator: Any, instruction: Any) -> None:
+    """Two modules that are compared tell layers apart. That two objects are not one holds until
+    they are, which Dynamo does not guard."""
+    sides = translator.stack[-2:]
+    getattr(translator, instruction.opname)(instruction)
+    sides = [side.realize() for side in sides]
+    if not all(isinstance(side, _OBJECTS) for side in sides):
+        return
+    if all(isinstance(side, UnspecializedNNModuleVariable) for side in sides):
+        has_read(*(side.value for side in sides))
+    left, right = sides
+    if left.source and right.source and left is not right and instruction.opname == "IS_OP":
+        install_guard(left.source.make_guard(partial(_are_apart, source=right.source)))
+
+
+def _are_apart(builder: GuardBuilder, guard: Guard, source: Source) -> None:
+    """Guard that what ``guard`` is about is not the object of ``source``."""
+    code = f"{builder.arg_ref(source.name)} is not {builder.arg_ref(guard)}"
+    builder.object_aliasing_guard_codes.append((code, code))
+
+
+_OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjectVariable
+
+
+def _attribute(self: Any, tx: Any, name: str) -> Any:
+    has_read(self.value)
+    return _get_attribute(self, tx, name)
+
+
+def _build(self: Any, value: Any) -> Any:
+    """What is found by two ways is one object as long as it is: Dynamo does not guard that where a
+    global is one of them, and takes it for the same when it has become another."""
+    effects = self.tx.output.side_effects
+    known = effects[value].source if value in effects else None
+    if known not in (None, self.source):
+        self.install_guards(partial(GuardBuilder.DUPLICATE_INPUT, source_b=known))
+        method = isinstance(self.source, AttrSource) and self.source.member == "__self__"
+        if isinstance(value, (torch.nn.Module, torch.Tensor)) and not method:
+            has_read(value, _holder(self.source, self.tx.output.root_tx))
+    return _build_variable(self, value)
+
+
+def _holder(source: Any, root: Any) -> Any:
+    """What a source reads an attribute or an item of; none where that is not known before it runs,
+    or of a global."""
+    scope = {"G": root.f_globals, "L": root.f_locals}
+    with suppress(Exception):
+        return source.base.get_value(scope, {}, {})
+    return None
 
 
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -179,6 +237,8 @@ def _name_nothing(self: Any, module: Any, source: Any) -> None:
 HANDLERS = {
     dis.opmap["IMPORT_NAME"]: _import_name,
     dis.opmap["LOAD_ATTR"]: _load_attribute,
+    dis.opmap["IS_OP"]: _compare,
+    dis.opmap["COMPARE_OP"]: _compare,
 }
 REPLACED: list[tuple[Any, str, Any]] = [
     (UserDefinedClassVariable, "call_function", _instance),
@@ -186,6 +246,8 @@ REPLACED: list[tuple[Any, str, Any]] = [
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
+    (UnspecializedNNModuleVariable, "var_getattr", _attribute),
+    (VariableBuilder, "__call__", _build),
     (RandomVariable, "is_supported_random_obj", staticmethod(_is_traced)),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
 ]
