@@ -54,7 +54,13 @@ from fxrl.ir.graph import hint
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
 _call_module = UnspecializedNNModuleVariable.call_function
-_get_attribute = UnspecializedNNModuleVariable.var_getattr
+# The second from torch 2.15 on.
+_GETATTR = next(
+    name
+    for name in ("var_getattr", "tp_getattro_impl")
+    if hasattr(UnspecializedNNModuleVariable, name)
+)
+_get_attribute: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
 _build_variable = VariableBuilder.__call__
 _AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
 # Torch 2.15 does.
@@ -246,7 +252,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
-    (UnspecializedNNModuleVariable, "var_getattr", _attribute),
+    (UnspecializedNNModuleVariable, _GETATTR, _attribute),
     (VariableBuilder, "__call__", _build),
     (RandomVariable, "is_supported_random_obj", staticmethod(_is_traced)),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
