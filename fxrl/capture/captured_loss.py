@@ -57,6 +57,7 @@ _SETTINGS: dict[str, Any] = {
     "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() leaves a module's dicts
     "use_numpy_random_stream": True,  # NumPy's own numbers, at which the graph ends; not torch's
     "fake_tensor_cache_enabled": False,  # with sizes that vary a found entry is dearer than the op
+    "use_lamba_guard_for_object_aliasing": True,  # torch 2.15 would not ask ``a is not b`` else
 }
 _DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 #: A break in a helper ends the graph there, not where it is called. Where no graph may end Dynamo
