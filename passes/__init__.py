@@ -36,6 +36,7 @@ from fxrl.passes.rebatch_loops import RebatchLoops
 from fxrl.passes.recompute import Recompute
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
 from fxrl.passes.shard_sequence import ShardSequence
+from fxrl.passes.split_adapted_weights import SplitAdaptedWeights
 from fxrl.passes.stack_adapter_products import StackAdapterProducts
 from fxrl.passes.tensorize_floats import TensorizeFloats
 from fxrl.passes.tile_tokens import TileTokens
@@ -54,6 +55,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         JoinProducts,
         RestoreCausalAttention,
         GroupQueries,
+        SplitAdaptedWeights,
         # from here on a sequence has as many tokens as a rank holds
         ShardSequence,
         # heads and layers become regions

@@ -185,3 +185,15 @@ def test_a_mixture(kind: str, adapter: str) -> None:
     assert fused(step)
     assert (len(step.captures) == 1) is whole
     assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_adapted_experts_are_multiplied_as_two_products() -> None:
+    """By grouped products, which eager code has in float32 at most."""
+    torch.manual_seed(0)
+    model = adapted(fused_experts("Qwen3Moe", "grouped_mm", **QWEN), "experts").float()
+    batch = fixed(make_batch())
+    batch = {k: x.float() if x.is_floating_point() else x for k, x in batch.items()}
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, batch, 1e-4)
+    split = [r for r in step.report.of_kind("applied") if r.pass_name == "split-adapted-weights"]
+    assert len(split) == 4, "two parameters in each of two layers"
