@@ -100,7 +100,7 @@ def inductor_compile(
     """
     from torch._inductor import standalone_compile
 
-    with _given(gm, mode) as values:
+    with _given(gm, mode) as values, _grouped_matrices_as_traced():
         compiled: Callable[..., Sequence[Tensor]] = standalone_compile(
             gm,
             values,
@@ -135,6 +135,7 @@ def inductor_lower(
         V.set_fake_mode(mode),
         config.patch(given),
         _as_traced(gm, mode),
+        _grouped_matrices_as_traced(),
         kernels.left_to_finish(),
     ):
         compiled: Any = compile_fx.compile_fx_inner(gm, values, is_inference=True)
@@ -231,6 +232,26 @@ def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]:
         module.fake_tensor_prop = run
 
 
+@contextmanager
+def _grouped_matrices_as_traced() -> Iterator[None]:
+    """Grouped products get their matrices laid out as they were traced with.
+
+    NOTE [Why Inductor must be told]: it lays out what it computes as it likes, and asks of this
+    op's operands that they be dense, in whatever order. The op refuses a matrix that has neither
+    its rows nor its columns side by side, which a copy has if that is how its source was.
+    """
+    from torch._inductor import lowering
+
+    constraints: dict[Any, Any] = lowering._maybe_layout_constraints
+    op = torch.ops.aten._grouped_mm.default
+    before = constraints.get(op)
+    constraints[op] = lowering.constrain_to_fx_strides
+    try:
+        yield
+    finally:
+        constraints[op] = before
+
+
 class _JointPasses(CustomGraphPass):
     """Inductor's passes over a joint graph, run before it is lowered.
 
@@ -247,7 +268,7 @@ class _JointPasses(CustomGraphPass):
         joint_graph_passes(graph.owning_module, device)
 
     def uuid(self) -> str:
-        return "joint graph passes"
+        return "joint graph passes, grouped matrices as traced"
 
 
 def inductor_decompositions() -> Any:

@@ -215,6 +215,20 @@ def test_operands_of_other_strides_are_taken(cut):
     assert_equal(gradients(run, [x, *rest], NEEDS), wanted)
 
 
+def test_matrices_of_experts_lie_as_they_were_traced():
+    """A copy that Inductor laid out as its source is would have no expert's rows in one piece."""
+
+    def experts(x, factors, ends):
+        matrices = factors.permute(2, 1, 0).clone(memory_format=torch.contiguous_format)
+        return [torch._grouped_mm(x, matrices, offs=ends)]
+
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    given = [draw(5, 8).bfloat16(), draw(16, 8, 3).bfloat16(), ends]
+    kernels = build_region(region_of(experts, given, (False,) * 3), InductorOptions.of(None))
+    (found,) = torch.ops.fxrl.region(given, kernels.key, 0, [])
+    torch.testing.assert_close(found, *experts(*given))
+
+
 @pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
 @pytest.mark.parametrize("cut", ["products", "fewest"])
 def test_parts_of_one_product_are_kept_as_that_product(cut, options):
