@@ -171,8 +171,9 @@ class Outside:
         return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
 
     def _gradient_scratch(self, node: fx.Node) -> int:
-        """Scratch of a trained head's backward: a tile of the logits' gradient and, if that does
-        not cover all rows, the sums of the weight's gradient over tiles."""
+        """Scratch of a trained head's backward: the rows that count, side by side, a tile of the
+        logits' gradient and, if that does not cover all rows, the sums of the weight's gradient
+        over tiles."""
         given, measure = bound(node), self._measure
         if not needs_grad(given["weight"]):
             return _HEAD_BACKWARD_SCRATCH
@@ -180,7 +181,7 @@ class Outside:
         entries, rows = measure(shape_of(given["weight"])[0]), prod(sizes)
         tile = head_plan.for_gradient(rows, width, entries, _MULTIPROCESSORS)
         sums = 4 * tile.vocab * width if tile.rows < rows else 0
-        return 2 * min(rows, tile.rows) * tile.vocab + sums
+        return nbytes(given["hidden"], measure) + 2 * min(rows, tile.rows) * tile.vocab + sums
 
     def _figures(self, node: fx.Node, region: Region) -> Figures:
         inputs: Any = node.args[0]

@@ -113,8 +113,11 @@ def call_cost(call: fx.Node, figures: Figures, measure: Measure) -> CallCost:
     made = sum(nbytes(result, measure) for result in results.values())
     kept = sum(size for value, size in read if value is None)
     graded = {*filter(needs_grad, inputs), *filter(needs_grad, results.values())}
+    later = tuple(value for value, _ in read if value is not None)
+    if figures.beside:
+        return CallCost(later, kept, figures.forward_bytes, figures.backward_bytes)
     return CallCost(
-        tuple(value for value, _ in read if value is not None),
+        later,
         kept,
         max(0, figures.forward_bytes - made - kept),
         max(0, figures.backward_bytes - sum(nbytes(value, measure) for value in graded)),

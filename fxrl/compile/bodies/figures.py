@@ -24,14 +24,17 @@ fxrl = torch.ops.fxrl
 class Figures:
     """Memory and time of a body at one set of sizes."""
 
-    forward_bytes: int  # peak of the forward, its results included
-    backward_bytes: int  # peak of the backward, its incoming gradients included
+    # Peaks of forward and backward. What is returned and the incoming gradients are included, but
+    # where the region runs part by part, ``beside``: each part makes its own.
+    forward_bytes: int
+    backward_bytes: int
     forward_s: float
     backward_s: float
     # Source (as in ``ops.region.kernels.Later``) and bytes of each tensor that the backward reads.
     saved: tuple[tuple[tuple[str, int], int], ...]
     again_bytes: int = 0  # peak of what groups sum again
     again_s: float = 0.0
+    beside: bool = False
 
 
 class BodyProfile:
@@ -55,10 +58,8 @@ class BodyProfile:
     def at(
         self, inputs: Sequence[Tensor], measure: Measure, target: Target, tile: int = 0
     ) -> Figures:
-        """Figures for the region's inputs, whose sizes ``measure`` knows. Of a tiled region with
-        ``tile`` rows per tile, the bytes are those of one tile (and of all vectors, where it makes
-        some) and the seconds those of all; of one that runs in groups, the bytes are those beside
-        its results and incoming gradients."""
+        """Figures for the region's inputs, whose sizes ``measure`` knows; ``tile``: rows of each
+        tile, of a tiled region."""
         return self.of(self._built.sizes_of(inputs), measure, target, tile)
 
     def of(
@@ -76,8 +77,25 @@ class BodyProfile:
         count = len(bounds)
         if self._built.makes_vectors:
             return self._with_vectors(sizes, found, count, target)
+        return self._by_tiles(sizes, found, count)
+
+    def _by_tiles(self, sizes: dict[str, int], one: Figures, count: int) -> Figures:
+        """Each of ``count`` tiles, that are as ``one``, runs beside the sums of those before it; at
+        the end these are rounded."""
+        traced, region = self._built.traced, self._built.region
+        measure = traced.measure(sizes)
+        incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
+        pairs = zip(traced.input_examples, region.inputs, strict=True)
+        shared = [x for x, spec in pairs if spec.needs_grad and not spec.tiled]
+        wide = sum(measure(volume(x)) * sum_dtype(x.dtype, count).itemsize for x in shared)
+        results = sum(tensor_bytes(x, measure) for x in shared)
+        sums = wide if wide > results else 0  # else they are the results
         return replace(
-            found, forward_s=count * found.forward_s, backward_s=count * found.backward_s
+            one,
+            forward_s=count * one.forward_s,
+            backward_s=count * one.backward_s,
+            backward_bytes=max(sums, wide - results + one.backward_bytes - incoming // count),
+            beside=True,
         )
 
     def _with_vectors(
@@ -132,6 +150,7 @@ class BodyProfile:
             backward[1],
             one.saved,
             *again,
+            beside=True,
         )
 
     def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:

@@ -498,7 +498,6 @@ class VocabLoop:
             self._index, head = selected, head.of(selected)
         self._head, self._by_row, self._weighted = head, by_row, weighted
         self._rows, self._step = min(count, steps.rows), steps.vocab
-        self._grad = head.hidden.new_empty(self._rows, self._step)
         self._weighted_sum = by_row.new_zeros(count)
         self._tile_rows = plan.launch_rows(head.hidden.shape[1])
         call = Call(head, None, self._tile_rows, 1)
@@ -516,12 +515,13 @@ class VocabLoop:
         """Fills the three; see ``backward``."""
         hidden, weight = self._head.hidden, self._head.weight
         whole = len(self._pieces) == 1
+        scratch = hidden.new_empty(self._rows, self._step)
         sums = self._by_row.new_empty(hidden.shape if d_hidden is not None else (0,))
         piece_sum = self._by_row.new_empty((0,) if whole else (self._step, weight.shape[1]))
         for vocab in slices(weight.shape[0], self._step):
             total = piece_sum[: vocab.stop - vocab.start]
             for piece, tiles in self._pieces:
-                grad = self._gradient(piece, tiles, vocab)
+                grad = self._gradient(scratch, piece, tiles, vocab)
                 if d_hidden is not None:
                     add_product(sums[piece], grad, weight[vocab], begin=vocab.start == 0)
                 if whole:
@@ -530,6 +530,7 @@ class VocabLoop:
                     add_product(total, grad.t(), hidden[piece], begin=piece.start == 0)
             if not whole:
                 d_weight[vocab] = total.to(d_weight.dtype)
+        del scratch, grad  # the sums are rounded in its place
         if d_hidden is not None:
             d_hidden[self._index] = sums.to(d_hidden.dtype)
         if d_temperature is not None:
@@ -537,10 +538,14 @@ class VocabLoop:
             d_temperature[self._index] = made
 
     def _gradient(
-        self, piece: slice, tiles: list[tuple[slice, RowTile, Tensor]], vocab: slice
+        self,
+        scratch: Tensor,
+        piece: slice,
+        tiles: list[tuple[slice, RowTile, Tensor]],
+        vocab: slice,
     ) -> Tensor:
-        """``[rows of piece, entries of vocab]`` (scratch)."""
-        out = self._grad[: piece.stop - piece.start, : vocab.stop - vocab.start]
+        """``[rows of piece, entries of vocab]``, a part of ``scratch``."""
+        out = scratch[: piece.stop - piece.start, : vocab.stop - vocab.start]
         for inner, tile, of_tile in tiles:
             tile.gradient(vocab, of_tile, out[inner], self._weighted)
             if self._weighted:

@@ -53,19 +53,31 @@ def _tile_inputs(
 
 
 def forward_by_tiles(kernels: RegionKernels, inputs: list[Tensor], tile: int) -> list[Tensor]:
+    """What a tiled region returns, tile by tile."""
     rows = _rows_of(kernels, inputs)
     results: list[Tensor] = []
     for start, stop in tile_bounds(rows, tile, kernels.min_rows):
-        parts, padding = _tile_inputs(kernels, inputs, start, stop)
-        body = kernels.body(kernels.sizes_of(parts))
-        outputs = list(body.forward(*parts))
-        if kernels.makes_vectors:
-            outputs = _with_vectors(kernels, body, parts, outputs)
-        if not results:
-            results = [o.new_empty((rows, *o.shape[1:])) for o in outputs]
-        for whole, part in zip(results, outputs, strict=True):
-            whole[start:stop] = part[: part.shape[0] - padding]
+        # Nothing here holds on to a tile's values: they would stand beside the next one's.
+        _put(results, rows, start, _forward_of_tile(kernels, inputs, start, stop))
     return results or [*kernels.region.forward(*inputs), *new_vectors(kernels, inputs)]
+
+
+def _forward_of_tile(
+    kernels: RegionKernels, inputs: list[Tensor], start: int, stop: int
+) -> list[Tensor]:
+    parts, padding = _tile_inputs(kernels, inputs, start, stop)
+    body = kernels.body(kernels.sizes_of(parts))
+    outputs = list(body.forward(*parts))
+    if kernels.makes_vectors:
+        outputs = _with_vectors(kernels, body, parts, outputs)
+    return [output[: output.shape[0] - padding] for output in outputs]
+
+
+def _put(results: list[Tensor], rows: int, start: int, made: Sequence[Tensor]) -> None:
+    if not results:
+        results += [part.new_empty((rows, *part.shape[1:])) for part in made]
+    for whole, part in zip(results, made, strict=True):
+        whole[start : start + part.shape[0]] = part
 
 
 def new_vectors(kernels: RegionKernels, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -118,17 +130,31 @@ def backward_by_tiles(
     wanted = [(x, spec) for x, spec in pairs if spec.needs_grad]
     bounds = tile_bounds(_rows_of(kernels, inputs), tile, kernels.min_rows)
     sums = [accumulator(x, spec.tiled, len(bounds)) for x, spec in wanted]
-    for start, stop in bounds:
-        parts, padding = _tile_inputs(kernels, inputs, start, stop)
-        backward = backward_of(kernels.body(kernels.sizes_of(parts)), kernels.key)
-        given = [_pad(grad[start:stop], padding) for grad in grads]
-        found = backward([parts[i] for _, i in backward.read], given)
-        for total, part, (_, spec) in zip(sums, found, wanted, strict=True):
-            if spec.tiled:
-                total[start:stop] = part[: part.shape[0] - padding]
-            else:
-                total += part
+    places = [spec.tiled for _, spec in wanted]
+    for start, stop in bounds:  # as in the forward, nothing of a tile outlives it
+        _add(sums, places, start, _backward_of_tile(kernels, inputs, grads, start, stop))
     return [total.to(x.dtype) for total, (x, _) in zip(sums, wanted, strict=True)]
+
+
+def _backward_of_tile(
+    kernels: RegionKernels, inputs: list[Tensor], grads: list[Tensor], start: int, stop: int
+) -> list[Tensor]:
+    parts, padding = _tile_inputs(kernels, inputs, start, stop)
+    backward = backward_of(kernels.body(kernels.sizes_of(parts)), kernels.key)
+    given = [_pad(grad[start:stop], padding) for grad in grads]
+    return list(backward([parts[i] for _, i in backward.read], given))
+
+
+def _add(
+    sums: Sequence[Tensor], tiled: Sequence[bool], start: int, found: Sequence[Tensor]
+) -> None:
+    """Add a tile's gradients: of tiled inputs in their place, without the rows that pad it."""
+    for total, part, in_place in zip(sums, found, tiled, strict=True):
+        if in_place:
+            place = total[start : start + part.shape[0]]
+            place.copy_(part[: place.shape[0]])
+        else:
+            total += part
 
 
 def _pad(grad: Tensor, padding: int) -> Tensor:
