@@ -92,10 +92,11 @@ class TrainStep:
         self._meet(batch)
         if not self._backend.captures:
             log.info("capturing the step")
-        known = len(self._captured.losses.remarks)
+        known = self._captured.losses.remarks
         with self._backend.judge.after():
             result = self._wrapper.run(partial(self._captured, batch))
-            self._backend.judge(Report(self._captured.losses.remarks[known:]))
+            losses = self._captured.losses.remarks
+            self._backend.judge(Report.of(lost for lost in losses if lost not in known))
         return result
 
     def _meet(self, batch: Any) -> None:
