@@ -112,6 +112,8 @@ def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
         ("data.pattern='('", "no regular expression"),
         ("loss.name=grop", "did you mean 'grpo'?"),
         ("loss.beta=-1", "beta=-1"),
+        ("fxrl.passes=['recompte']", "did you mean 'recompute'? (there are open-loss-ch"),
+        ("fxrl.pass_options={fp8-lora={recip='row'}}", "fxrl.pass_options: fp8-lora has no opt"),
         ("optim.name=adamv", "did you mean 'adam"),
         ("reward={functions=[]}", "reward.functions is empty"),
         ("reward.weights=[1]", "1 entries for 2 functions"),
