@@ -152,7 +152,7 @@ def test_an_engine_is_closed_when_the_rest_cannot_be_built(
 
     failing("never")
     monkeypatch.setattr(build, "build_optimizer", refuse)
-    assert train(config_file, "out") == 1
+    assert train(config_file, "out") == 2  # found late, but the configuration is wrong
     assert "no such optimizer" in error_of(capsys)
     assert [engine.closed for engine in FailingEngine.made] == [1]
 
