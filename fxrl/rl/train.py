@@ -75,7 +75,7 @@ def main(
                 with importable_from(Path(config_path).parent, Path.cwd()):
                     with reporter.stage(READING):
                         trainer = Trainer(config=load_config(config_path, overrides))
-                    start = Start(resume, accept_changes, overwrite)
+                    start = Start(resume, accept_changes, overwrite, (config_path, *overrides))
                     with trainer.prepared(reporter, start) as run:
                         code = FAILED
                         if rank == "0":

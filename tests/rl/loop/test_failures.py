@@ -89,7 +89,10 @@ def test_a_dead_engine_costs_no_step_that_was_done(config_file, failing, capsys,
     assert train(config_file, "out") == 1
     text = error_of(capsys)
     assert f"vLLM died in {where}" in text
-    assert f"out/checkpoints/step-{saved:08d}; go on with --resume run_dir=out" in text
+    assert (
+        f"out/checkpoints/step-{saved:08d}; go on with: fxrl train {config_file} run_dir=out"
+        in text
+    )
     assert ("step 3 failed after its updates" in text) == (saved == 3)
     assert FailingEngine.made[0].closed == 1
     assert len(numbers("out")) == saved
