@@ -6,7 +6,6 @@ stdout carries the answer, stderr everything else, so that pipes stay clean.
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from fxrl.doctor import Check, Diagnosis
 from fxrl.ir.remark import Report, format_bytes
-from fxrl.ir.table import cell, open_table
+from fxrl.ir.table import cell, folded, open_table
 from fxrl.rl.errors import in_words
 from fxrl.rl.report.progress import PatientReporter, Say, broken, reporter_on, told, warned
 
@@ -90,11 +89,8 @@ def outlook(found: Outlook, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_outlook_table(found), indent=1))
         return
-    lines = str(found.plan).splitlines()
-    lines += [*_gpus_lines(found), *_rollout_lines(found), *_advice_lines(found)]
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        print(textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False))
+    lines = [*found.plan.lines, *_gpus_lines(found), *_rollout_lines(found), *_advice_lines(found)]
+    print(folded(lines, _WIDTH))
     if found.fits:
         print("\nwhat fits:")
         Console(highlight=False, width=_WIDTH).print(_frontier(found))
