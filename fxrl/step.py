@@ -231,6 +231,12 @@ class TrainStep:
         return TrainStep(self.model, self.loss_fn, quiet, plan, backend=backend)
 
 
+def check_config(config: Config) -> None:
+    """Raises ``ConfigError`` if ``config`` names a pass, or an option of one or of Inductor, that
+    there is not, as ``optimize`` would."""
+    Backend(config, Plan())
+
+
 def optimize(
     model: nn.Module,
     loss_fn: LossFn,
@@ -252,7 +258,8 @@ def optimize(
         The step: call it with a batch (any pytree of tensors and Python scalars).
 
     Raises:
-        ConfigError: an argument is of the wrong type, or ``config`` names an unknown pass.
+        ConfigError: an argument is of the wrong type, or ``config`` names an unknown pass
+            or option.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; optimize needs a torch.nn.Module")

@@ -33,8 +33,7 @@ LAYERS = {
     "models": BASE | {"files", "ir", "ops"},
     "engines": BASE | {"ir", "kernels", "models", "ops"},
     "integrations": BASE | {"ir", "losses", "engines", "step"},
-    "rl": BASE
-    | {"files", "distributed", "ir", "ops", "passes", "losses", "models", "engines", "step"},
+    "rl": BASE | {"files", "distributed", "ir", "ops", "losses", "models", "engines", "step"},
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}

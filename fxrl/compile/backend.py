@@ -80,7 +80,9 @@ class Backend:
     def __post_init__(self) -> None:
         self.judge = Judge(self.config.on_miss)
         self._derived = DerivedInputs()
-        self._pipeline = pipeline(self.config)  # an unknown pass is an error now
+        # An unknown pass or option is an error now.
+        self._pipeline = pipeline(self.config)
+        self._inductor = InductorOptions.of(self.config.inductor)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         name_held(gm, self.held)
@@ -242,7 +244,7 @@ class Backend:
 
     @property
     def _options(self) -> InductorOptions | None:
-        return InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
+        return self._inductor if self.config.compile_regions else None
 
     def _planned_anew(
         self, capture: Capture, examples: Sequence[Any], batch: Batch, why: str

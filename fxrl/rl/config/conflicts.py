@@ -11,9 +11,9 @@ import torch
 
 from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES
-from fxrl.passes import pipeline
 from fxrl.rl.config.binding import default_of, keys_of
 from fxrl.rl.config.named import takes_keyword
+from fxrl.step import check_config
 
 if TYPE_CHECKING:
     from fxrl.rl.config.tables import TrainConfig
@@ -86,9 +86,9 @@ def conflicts(config: TrainConfig) -> Iterator[str]:
 
 
 def _pass_conflicts(config: TrainConfig) -> Iterator[str]:
-    """Names of passes and of their options, which ``Config`` itself does not know."""
+    """Names of passes and of options, which ``Config`` itself does not know."""
     try:
-        pipeline(config.fxrl)
+        check_config(config.fxrl)
     except ConfigError as error:
         yield from (f"fxrl.{line}" for line in str(error).splitlines())
 

@@ -147,6 +147,7 @@ def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
         ("loss.name=grop", "did you mean 'grpo'?"),
         ("loss.beta=-1", "beta=-1"),
         ("fxrl.passes=['recompte']", "did you mean 'recompute'? (there are open-loss-ch"),
+        ("fxrl.inductor={max_autotun=true}", "did you mean 'max_autotune'?"),
         ("fxrl.pass_options={fp8-lora={recip='row'}}", "fxrl.pass_options: fp8-lora has no opt"),
         ("optim.name=adamv", "did you mean 'adam"),
         ("reward={functions=[]}", "reward.functions is empty"),
