@@ -34,6 +34,7 @@ from fxrl.capture._torch import (
     functorch_level,
     global_hooks,
     reset_code,
+    try_again,
 )
 from fxrl.capture.branches import Branches, CannotBeginAnewError, random_state
 from fxrl.capture.breaks import (
@@ -223,6 +224,8 @@ class CapturedLoss:
                     del captures[before:], self.compiled[key]
                 raise
             except Exception as error:  # a graph can hold anything that PyTorch can
+                if _skipped() > skipped:  # of a batch that is none, but the next one may be
+                    try_again(inspect.unwrap(self.compiled[key]).__code__)
                 own = getattr(error, "inner_exception", error)
                 if isinstance(own, CannotBeginAnewError):
                     del captures[before:]
