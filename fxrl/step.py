@@ -109,6 +109,11 @@ class TrainStep:
             check_same("weights", signs_of_weights(self.model), ranks)
         check_same("batches", signs_of_batch(batch), ranks)
 
+    def __repr__(self) -> str:
+        loss = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__qualname__)
+        model, captures = type(self._model).__qualname__, len(self.captures)
+        return f"<TrainStep of {loss} over {model}, captures: {captures}>"
+
     def __copy__(self) -> TrainStep:
         return TrainStep(self._model, self._loss_fn, self.config, self._given)
 

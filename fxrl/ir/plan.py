@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from fxrl.errors import PlanError
 from fxrl.ir.region import Cut
 from fxrl.ir.remark import format_bytes
-from fxrl.ir.table import folded
+from fxrl.ir.table import Readable, folded
 
 Place = Literal["gpu", "host"]
 _VERSION = 1
@@ -105,7 +105,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Readable):
     """A choice for each site, and what the step is predicted to take.
 
     Attributes:

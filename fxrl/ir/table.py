@@ -19,6 +19,15 @@ DEFAULT_WIDTH = 120  # columns where standard output is no terminal: files, pipe
 _RULE = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
+class Readable:
+    """What IPython and notebooks show as ``print`` does, and not by its ``repr``."""
+
+    __slots__ = ()
+
+    def _ipython_display_(self) -> None:
+        print(self)
+
+
 def plain_text(renderable: RenderableType, width: int | None = None) -> str:
     """``renderable`` without colour codes and trailing blanks, ``width`` columns wide (None: as the
     terminal, or ``DEFAULT_WIDTH`` without one)."""
