@@ -126,6 +126,7 @@ def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcom
     if loop.done < config.steps and asked:
         reporter.message(f"a callback ended the run after step {loop.done} of {config.steps}")
     elif loop.done < config.steps:
+        reporter.show_last()  # the last word is what to do
         reporter.message(f"stopped after step {loop.done} of {config.steps}; {loop.again}")
         return outcome._replace(exit_code=stop.exit_code)
 
