@@ -17,7 +17,7 @@ MODEL is one of
   Qwen/Qwen3-8B            a Hugging Face hub id
   ./checkpoints/run7       a local folder that transformers can load
   ./qwen3-8b/config.json   a configuration: random weights, nothing to download
-  tiny:qwen3               a two-layer random model of that kind, made on the fly
+  tiny:qwen3               two random layers of that kind, made on the fly
 
 LOSS is the name of one of fxrl.losses (grpo, dapo, gspo, dpo, sft, ...), or module:function or
 file.py:function of your own: a loss called as function(model, batch), or a factory of one."""
