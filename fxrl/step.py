@@ -92,10 +92,11 @@ class TrainStep:
         self._meet(batch)
         if not self._backend.captures:
             log.info("capturing the step")
-        known = len(self._captured.losses.remarks)
+        known = self._captured.losses.remarks
         with self._backend.judge.after():
             result = self._wrapper.run(partial(self._captured, batch))
-            self._backend.judge(Report(self._captured.losses.remarks[known:]))
+            losses = self._captured.losses.remarks
+            self._backend.judge(Report.of(lost for lost in losses if lost not in known))
         return result
 
     def _meet(self, batch: Any) -> None:
@@ -107,6 +108,11 @@ class TrainStep:
         if not self._backend.captures:
             check_same("weights", signs_of_weights(self.model), ranks)
         check_same("batches", signs_of_batch(batch), ranks)
+
+    def __repr__(self) -> str:
+        loss = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__qualname__)
+        model, captures = type(self._model).__qualname__, len(self.captures)
+        return f"<TrainStep of {loss} over {model}, captures: {captures}>"
 
     def __copy__(self) -> TrainStep:
         return TrainStep(self._model, self._loss_fn, self.config, self._given)
@@ -230,6 +236,12 @@ class TrainStep:
         return TrainStep(self.model, self.loss_fn, quiet, plan, backend=backend)
 
 
+def check_config(config: Config) -> None:
+    """Raises ``ConfigError`` if ``config`` names a pass, or an option of one or of Inductor, that
+    there is not, as ``optimize`` would."""
+    Backend(config, Plan())
+
+
 def optimize(
     model: nn.Module,
     loss_fn: LossFn,
@@ -251,7 +263,8 @@ def optimize(
         The step: call it with a batch (any pytree of tensors and Python scalars).
 
     Raises:
-        ConfigError: an argument is of the wrong type, or ``config`` names an unknown pass.
+        ConfigError: an argument is of the wrong type, or ``config`` names an unknown pass
+            or option.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; optimize needs a torch.nn.Module")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxrl.config import Config
-from fxrl.errors import ConfigError, did_you_mean
+from fxrl.errors import ConfigError, nearest
 from fxrl.ir.graph_pass import Pass
 from fxrl.ir.pipeline import Pipeline
 from fxrl.passes.add_adapter_products import AddAdapterProducts
@@ -94,10 +94,11 @@ def pipeline(config: Config) -> Pipeline:
     an option that a pass does not have, or a value that it does not take.
     """
     told = config.pass_options or {}
-    for key, names in (("passes", config.passes or ()), ("pass_options", told)):
-        for name in names:
-            if name not in REGISTRY:
-                raise ConfigError(f"{key}: {name!r} is unknown{did_you_mean(name, REGISTRY)}")
+    named_by = {"passes": config.passes or (), "pass_options": told}
+    unknown = [(key, n) for key, names in named_by.items() for n in names if n not in REGISTRY]
+    if unknown:
+        lines = (f"{key}: {name!r} is unknown{nearest(name, REGISTRY)}" for key, name in unknown)
+        raise ConfigError("\n".join(lines) + f" (there are {', '.join(REGISTRY)})")
     if config.passes is not None:  # what a named pass requires is asked for, too
         needed = [other for name in config.passes for other in REGISTRY[name].requires]
         config = replace(config, passes=(*config.passes, *needed))

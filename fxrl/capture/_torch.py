@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from types import CodeType
 from typing import Any, TypeVar
 
 # fmt: off
@@ -37,6 +38,7 @@ from torch._higher_order_ops.effects import has_effects as has_effects  # ops th
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # under which tensors are made that have no storage
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, over the fake values as they are
 from torch.fx.experimental import proxy_tensor
@@ -68,6 +70,13 @@ from_functional: Callable[[Any], torch.Tensor] = torch._from_functional_tensor
 _GLOBAL_HOOKS = [hooks for name, hooks in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
 
 # fmt: on
+
+
+def try_again(code: CodeType) -> None:
+    """Dynamo looks again at a function that it has left out, which it does for good; what was
+    compiled of it stays."""
+    default = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, default)
 
 
 def fake_like(fake: FakeTensor) -> FakeTensor:

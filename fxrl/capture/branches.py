@@ -42,7 +42,7 @@ class Branches:
     loop, and each layer, goes its own way.
 
     Attributes:
-        met: where each branch that was followed stands, by its number.
+        met: where the branches stand that were followed and are not told of yet.
     """
 
     def __init__(self) -> None:
@@ -107,8 +107,9 @@ class Branches:
         return self._turns[site] > _TURNS or self._turns[site[0]] > _ALL_TURNS
 
     def leave(self) -> None:
-        """Follow none of them any more."""
+        """Follow none of them any more: what was said of those that were met does not hold."""
         self._off = True
+        self.met.clear()
 
 
 class CannotBeginAnewError(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from traceback import FrameSummary
 from typing import Any
@@ -23,13 +23,16 @@ from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.source import is_library, source_of_trace
 
 _EXPLANATION = re.compile(r"Explanation: (.+)")
+_BRANCHING = "data-dependent branching: Python decides by a tensor's value"
 #: Words of Dynamo's that name its own parts, and what they mean to who wrote the code.
 _PLAIN = {
-    "generic_jump": "data-dependent branching: Python decides by a tensor's value",
+    "generic_jump": _BRANCHING,
+    "Data-dependent branching": _BRANCHING,
     "data-dependent expression": "data-dependent size: Python counts by a tensor's value",
     "Graph break under": "it cannot be traced, and no graph can end inside of a `with` block",
     "step_unsupported": "something in it cannot be traced, and no graph can end there",
 }
+_BREAK = "graph break"
 _TRIES = 4  # a break is met again as Dynamo backs out of one function after another
 #: Where wrappers of a model live: their own miss (``wrappers.py``) has the cure of a break in them.
 _WRAPPERS = tuple(
@@ -77,10 +80,28 @@ def break_of(gm: fx.GraphModule) -> list[GraphBreak]:
 def break_remarks(
     breaks: Iterable[GraphBreak], site: str, kind: RemarkKind = RemarkKind.MISSED
 ) -> Report:
-    """One remark for each break."""
+    """One remark for each break; as facts, of those that cost nothing."""
+    free = kind == RemarkKind.ANALYSIS
+    end = ", which costs no rewrite" if free else ""
     return Report.of(
-        Remark(kind, "capture", site, found.source, f"graph break: {found.reason}", found.cure)
+        Remark(
+            kind,
+            "capture",
+            site,
+            found.source,
+            f"{_BREAK}: {found.reason}{end}",
+            "" if free else found.cure,
+        )
         for found in breaks
+    )
+
+
+def without_breaks(report: Report, sources: Container[str]) -> Report:
+    """The report without what ``break_remarks`` said of these lines."""
+    return Report.of(
+        said
+        for said in report.remarks
+        if not (said.reason.startswith(_BREAK) and said.source in sources)
     )
 
 

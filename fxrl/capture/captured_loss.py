@@ -12,7 +12,7 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from traceback import FrameSummary
@@ -34,9 +34,16 @@ from fxrl.capture._torch import (
     functorch_level,
     global_hooks,
     reset_code,
+    try_again,
 )
 from fxrl.capture.branches import Branches, CannotBeginAnewError, random_state
-from fxrl.capture.breaks import break_remarks, breaks_inside, in_one_line, place_of
+from fxrl.capture.breaks import (
+    break_remarks,
+    breaks_inside,
+    in_one_line,
+    place_of,
+    without_breaks,
+)
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.gradient_hooks import hung
@@ -45,7 +52,7 @@ from fxrl.capture.repeated import RepeatedLayers
 from fxrl.capture.scoped_hooks import Takeover, install_collectors
 from fxrl.errors import FxrlError
 from fxrl.ir.capture_record import plan_of
-from fxrl.ir.on_miss import open_misses
+from fxrl.ir.on_miss import illegal_misses, open_misses
 from fxrl.ir.plan import TileHead
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.source import source_of_trace
@@ -71,6 +78,7 @@ _WAYS = tuple(
     for ends, read in ((False, True), (True, True), (True, False))
 )
 _LAYERS_ONCE, _WHOLE, _IN_PARTS, _AS_WRITTEN = range(4)
+_FOLLOWED = "a branch on a tensor's value is captured the way that it goes"
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -138,7 +146,7 @@ class CapturedLoss:
             reason = "nothing is captured inside torch.func's transforms"
             self._note(RemarkKind.MISSED, "", reason, "call torch.func inside the loss function")
             return self._loss_fn(self._model, batch)
-        way = self._first_way(batch)
+        way = first = self._first_way(batch)
         failure: Exception | None = None
         begin_anew = random_state()
         while way < _AS_WRITTEN:
@@ -147,12 +155,14 @@ class CapturedLoss:
                 break
             except _CaptureFailedError as failed:
                 if install_collectors(self._model, failed.error):
-                    way = self._first_way(batch)
+                    way = first = self._first_way(batch)
                     continue
                 failure = failed.error
                 way = _next(way, failure)
             except CannotBeginAnewError:
-                self._branches[way].leave()
+                for branches in self._branches[way:]:
+                    branches.leave()
+                way = max(way, _WHOLE)  # layers once are one graph, and now it ends at the branch
             except CheckFailedError as failed:
                 begin_anew()
                 if failed.branch is not None:
@@ -164,8 +174,9 @@ class CapturedLoss:
                 raise failure
             # raises what the user's code raises, from its own line
             result = self._loss_fn(self._model, batch)
-        if failure is not None:
+        if way != first:
             self._way[_kind(batch)] = way
+        if failure is not None:
             self._note_failure(failure, way)
         return result
 
@@ -213,6 +224,8 @@ class CapturedLoss:
                     del captures[before:], self.compiled[key]
                 raise
             except Exception as error:  # a graph can hold anything that PyTorch can
+                if _skipped() > skipped:  # of a batch that is none, but the next one may be
+                    try_again(inspect.unwrap(self.compiled[key]).__code__)
                 own = getattr(error, "inner_exception", error)
                 if isinstance(own, CannotBeginAnewError):
                     del captures[before:]
@@ -225,27 +238,40 @@ class CapturedLoss:
                     raise
                 del captures[before:]
                 raise _CaptureFailedError(error) from None
-        for stack in branches.met:
-            source, code = place_of(stack)
-            reason = f"a branch on a tensor's value is captured the way that it goes: {code}"
-            self._note(RemarkKind.ANALYSIS, source, reason)
+        self._note_branches(branches, {found.source for found in breaks})
         if breaks:
             self._note_breaks(breaks, captures, before)
         elif _skipped() > skipped and not any(one.report.remarks for one in captures[before:]):
             self._note_skipped()
         return result
 
+    def _note_branches(self, branches: Branches, ended: Container[str]) -> None:
+        """The branches that were met and followed; where a graph ends by now its break tells."""
+        self.losses = Report.of(
+            said
+            for said in self.losses.remarks
+            if not (said.reason.startswith(_FOLLOWED) and said.source in ended)
+        )
+        for source, code in map(place_of, branches.met):
+            if source not in ended:
+                self._note(RemarkKind.ANALYSIS, source, f"{_FOLLOWED}: {code}")
+        branches.met.clear()
+
     def _note_breaks(self, breaks: list[Any], captures: Sequence[Any], before: int) -> None:
-        """Breaks of a call; facts where every loss head was rewritten all the same. Where none was,
-        it may be in what ran as written behind a break, so one that a graph told as a fact, since
-        it found no head, is a miss as well."""
+        """Breaks of a call; facts where every loss head was found all the same, and rewritten if
+        that pays. Where none was, it may be in what ran as written behind a break, so one that a
+        graph told as a fact, since it found no head, is a miss instead."""
         new = captures[before:]
         report = Report(tuple(r for capture in new for r in capture.report.remarks))
-        rewritten = any(isinstance(c, TileHead) for c in plan_of(captures).choices.values())
-        kept = rewritten and not open_misses(report)
+        plan = plan_of(captures)
+        lost = illegal_misses(report, plan)
+        rewritten = any(isinstance(choice, TileHead) for choice in plan.choices.values())
+        kept = not lost and (rewritten or bool(open_misses(report)))
         missed = {r.source for r in report.of_kind(RemarkKind.MISSED) if r.pass_name == "capture"}
         told = {found.source for one in new for found in one.graph_breaks} if kept else missed
         untold = [found for found in breaks if found.source not in told]
+        for capture in () if kept else new:
+            capture.remarks = without_breaks(capture.remarks, {found.source for found in untold})
         self.losses += break_remarks(
             untold, "loss", RemarkKind.ANALYSIS if kept else RemarkKind.MISSED
         )

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # no error of fxrl's is most likely one of the user's loss or batch
         if args.traceback:
             raise
-        show.error(error, as_json=args.json)
+        show.error(commands.told_keys(error, args), as_json=args.json)
         return USAGE if isinstance(error, ConfigError) else NEGATIVE
     except KeyboardInterrupt:
         show.status("interrupted")

@@ -38,6 +38,7 @@ from fxrl.inspect.timeline import plot
 from fxrl.ir.graph import gpu_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
+from fxrl.ir.table import DEFAULT_WIDTH
 from fxrl.rl.report.page import pages
 from fxrl.step import TrainStep
 
@@ -172,7 +173,7 @@ def _planned(made: Bundle, step: TrainStep, batch: Any) -> None:
     if plan.peak_gpu_bytes is None:
         plan, title = step.plan_for(batch), "Plan, were it an H200"
     made.files["plan.json"] = plan.to_json().encode()
-    made.sections[title] = str(plan)
+    made.sections[title] = plan.text(DEFAULT_WIDTH)
     if not plan.timeline:
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -304,7 +304,8 @@ def _on_fakes(args: Args, say: Say, *, as_trained: bool = False) -> tuple[Any, A
     optimize = _optimizer(args)
     say(f"making {args.model}, without weights")
     model = inputs.empty_model(args, as_trained=as_trained)
-    return optimize(model), inputs.make_batch(args, model, as_trained=as_trained)
+    args.made = inputs.make_batch(args, model, as_trained=as_trained)
+    return optimize(model), args.made
 
 
 def _on_device(args: Args, say: Say, *, on_policy: bool) -> tuple[Any, Any]:
@@ -315,8 +316,17 @@ def _on_device(args: Args, say: Say, *, on_policy: bool) -> tuple[Any, Any]:
     say(f"loading {args.model}")
     model = inputs.real_model(args, say)
     say("making a batch")
-    batch = inputs.make_batch(args, model, args.device, on_policy=on_policy)
-    return optimize(model), batch
+    args.made = inputs.make_batch(args, model, args.device, on_policy=on_policy)
+    return optimize(model), args.made
+
+
+def told_keys(error: Exception, args: Args) -> Exception:
+    """An error with a note on the batch, where the loss looked for a key that it has not."""
+    made, cause = getattr(args, "made", None), error.__cause__ or error
+    if isinstance(made, dict) and isinstance(cause, KeyError) and cause.args[0] not in made:
+        keys = ", ".join(map(str, made))
+        error.add_note(f"the batch has {keys}; --make-batch FILE.py:FUNCTION makes another")
+    return error
 
 
 def _optimizer(args: Args) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ MODEL is one of
   Qwen/Qwen3-8B            a Hugging Face hub id
   ./checkpoints/run7       a local folder that transformers can load
   ./qwen3-8b/config.json   a configuration: random weights, nothing to download
-  tiny:qwen3               a two-layer random model of that kind, made on the fly
+  tiny:qwen3               two random layers of that kind, made on the fly
 
 LOSS is the name of one of fxrl.losses (grpo, dapo, gspo, dpo, sft, ...), or module:function or
 file.py:function of your own: a loss called as function(model, batch), or a factory of one."""
@@ -273,7 +273,10 @@ def _train(commands: Commands[argparse.ArgumentParser]) -> None:
         "terminal stops nothing: the run goes on and writes to run_dir/train.log.\n\n"
         "engine=torch samples with the trained model itself. engine=vllm runs vLLM in this\n"
         f"process over the same weights ({installing('[vllm]')}); [vllm] sets it up.\n\n"
-        "torchrun starts it on several GPUs, which share each step: the numbers are those of one.",
+        "torchrun starts it on several GPUs, which share each step: the numbers are those of\n"
+        "one.\n\n"
+        "Exit code 1 when the run failed, 2 when its configuration, data or checkpoint is wrong,\n"
+        "130 after Ctrl-C and 143 after SIGTERM, its state saved.",
         examples="  fxrl train examples/tiny.toml\n"
         "  torchrun --nproc-per-node 2 -m fxrl train examples/tiny.toml\n"
         "  fxrl train examples/smollm2.toml steps=20 seed=1 run_dir=runs/a save_every=10\n"

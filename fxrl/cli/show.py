@@ -6,19 +6,18 @@ stdout carries the answer, stderr everything else, so that pipes stay clean.
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from fxrl.doctor import Check, Diagnosis
 from fxrl.ir.remark import Report, format_bytes
-from fxrl.ir.table import cell, open_table
+from fxrl.ir.table import cell, folded, open_table, plain_text
 from fxrl.rl.errors import in_words
 from fxrl.rl.report.progress import PatientReporter, Say, broken, reporter_on, told, warned
 
@@ -67,6 +66,15 @@ def error(problem: Exception, *, as_json: bool) -> None:
         print(json.dumps({"error": type(problem).__name__, "message": text}))
 
 
+def _tell(what: RenderableType, width: int | None = None) -> None:
+    """On stdout: in colours on a terminal, elsewhere without the blanks that pad a table."""
+    console = Console(highlight=False, width=width)
+    if console.is_terminal:
+        console.print(what)
+    else:
+        print(plain_text(what, console.width))
+
+
 def report(found: Report) -> None:
     """The report's own table and totals."""
     print(found if found.remarks else "no remarks: no pass found anything to say")
@@ -90,14 +98,11 @@ def outlook(found: Outlook, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_outlook_table(found), indent=1))
         return
-    lines = str(found.plan).splitlines()
-    lines += [*_gpus_lines(found), *_rollout_lines(found), *_advice_lines(found)]
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        print(textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False))
+    lines = [*found.plan.lines, *_gpus_lines(found), *_rollout_lines(found), *_advice_lines(found)]
+    print(folded(lines, _WIDTH))
     if found.fits:
         print("\nwhat fits:")
-        Console(highlight=False, width=_WIDTH).print(_frontier(found))
+        _tell(_frontier(found), _WIDTH)
 
 
 def _outlook_table(found: Outlook) -> dict[str, Any]:
@@ -190,7 +195,7 @@ def plan_difference(before: Plan, after: Plan, *, as_json: bool) -> None:
     for name, (old, new) in changed["predictions"].items():
         label = name.replace("_", " ")
         table.add_row(cell(label), cell(_shown(name, old)), cell(_shown(name, new)))
-    Console(highlight=False).print(table)
+    _tell(table)
     for site, (old, new) in changed["choices"].items():
         print(f"\n{site}\n- {old}\n+ {new}")
     if not changed["choices"]:
@@ -213,13 +218,14 @@ def diagnosis(found: Diagnosis) -> None:
         _checks("what works", found.features),
         _checks("packages", found.packages),
     ):
-        Console(highlight=False).print(table, "")
+        _tell(table)
+        print()
     # Not in a table: a command must survive copying, and cells wrap.
     for check in found.features:
         if check.cure:
             print(f"{check.name}:\n  {check.cure}")
     if not found.healthy:
-        Console(highlight=False).print("[bold red]fxrl's core does not work here: see above[/]")
+        _tell(cell("fxrl's core does not work here: see above", "bold red"))
 
 
 def _checks(title: str, checks: tuple[Check, ...]) -> Table:
@@ -235,5 +241,6 @@ def benchmarks(scripts: dict[str, str]) -> None:
     table = open_table("benchmark", "what it measures", fixed=("benchmark",))
     for name, about in scripts.items():
         table.add_row(cell(name), cell(about))
-    Console(highlight=False).print(table, "")
+    _tell(table)
+    print()
     print("run one: fxrl bench NAME [its own arguments, such as --help, --json, --out FILE]")

@@ -287,6 +287,13 @@ def marking_roundings() -> AbstractContextManager[object]:
     return marking
 
 
+def inductor_kinds() -> dict[str, Any]:
+    """The options that Inductor has, by name, and the type of each."""
+    from torch._inductor import config
+
+    return {name: config.get_type(name) for name in config._config}
+
+
 def start_inductor_workers() -> None:
     """Start the processes in which Triton kernels are compiled, and do not wait for them.
 

@@ -39,7 +39,7 @@ from fxrl.ir.bodies import CHECKPOINT, body_of, clone
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.graph import IS_PART, gpu_of, has_hint, hint, tensor_val
-from fxrl.ir.on_miss import Judge, open_misses
+from fxrl.ir.on_miss import Judge, illegal_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, text_on_any_gpu
@@ -80,7 +80,9 @@ class Backend:
     def __post_init__(self) -> None:
         self.judge = Judge(self.config.on_miss)
         self._derived = DerivedInputs()
-        self._pipeline = pipeline(self.config)  # an unknown pass is an error now
+        # An unknown pass or option is an error now.
+        self._pipeline = pipeline(self.config)
+        self._inductor = InductorOptions.of(self.config.inductor)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         name_held(gm, self.held)
@@ -102,13 +104,16 @@ class Backend:
         if capture.graph_breaks and is_first_graph() and _hands_on_sizes(capture):
             self.captures.remove(capture)
             raise SizesFromDataError(capture.graph_breaks[0].source)
-        lost = rewritten is None or open_misses(capture.report)  # else the break costs no head
-        kind = RemarkKind.MISSED if lost else RemarkKind.ANALYSIS
+        made = capture.rewritten
+        lost = made is None or illegal_misses(capture.report, made.plan)
+        kind = RemarkKind.MISSED if lost else RemarkKind.ANALYSIS  # where it costs no head
         capture.remarks += break_remarks(capture.graph_breaks, f"{capture.index}:graph", kind)
         if rewritten is None:
             return as_written(gm)
         self.judge(capture.report)
-        if self.only_explain or not (self.always_rewritten or _is_rewritten(capture)):
+        # A branch can be followed in a functional graph alone, also where no pass rewrote it.
+        wanted = self.always_rewritten or _is_rewritten(capture) or follows_branches(gm)
+        if self.only_explain or not wanted:
             return as_written(gm)
         try:
             run = self._compile(capture, rewritten, example_inputs)
@@ -239,7 +244,7 @@ class Backend:
 
     @property
     def _options(self) -> InductorOptions | None:
-        return InductorOptions.of(self.config.inductor) if self.config.compile_regions else None
+        return self._inductor if self.config.compile_regions else None
 
     def _planned_anew(
         self, capture: Capture, examples: Sequence[Any], batch: Batch, why: str

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fxrl.errors import VerificationError
 from fxrl.inspect.evaluate import Outcome
-from fxrl.ir.table import cell, open_table, plain_text
+from fxrl.ir.table import Readable, cell, open_table, plain_text
 
 _CANCELLATION = {"loss": 4.0, "gradient": 16.0}
 _E4M3 = 2.0**-3  # the largest distance of its numbers, relative to the smaller
@@ -259,7 +259,7 @@ class VerifyRow:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Readable):
     """The verdict on one batch."""
 
     ok: bool  # every row is

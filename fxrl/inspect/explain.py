@@ -14,6 +14,7 @@ again, which stands for the GPU that it is planned for: rules that depend on the
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -100,7 +101,8 @@ def explained(
         captured = CapturedLoss(wrapper.inner, loss_fn, backend)  # no process waits for another
         inputs = pytree.tree_map_only(Tensor, lambda x: _input(x, mode), batch)
         try:
-            captured(inputs)
+            with _told_once():
+                captured(inputs)
         except FxrlError:
             raise
         except _NEEDS_NUMBERS as error:
@@ -115,6 +117,21 @@ def explained(
             missed = Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure)
             lost = Report((missed,))
     return wrapper.report + captured.report + lost, backend.captures
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """Inside, torch does not log an error of an op over fakes with its traceback: it raises it."""
+
+    def untold(record: logging.LogRecord) -> bool:
+        return "failed while attempting to run meta" not in str(record.msg)
+
+    log = logging.getLogger(FakeTensorMode.__module__)
+    log.addFilter(untold)
+    try:
+        yield
+    finally:
+        log.removeFilter(untold)
 
 
 #: What stand-ins cannot serve: code outside of the captured graphs that reads numbers.

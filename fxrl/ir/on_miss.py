@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from threading import local
 
 from fxrl.errors import MissedRewriteError
+from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
 
 _NO_PASSES = ("capture", "plan", "kernels")
@@ -28,6 +29,13 @@ def open_misses(report: Report) -> tuple[Remark, ...]:
         whole = remark.pass_name in _NO_PASSES
         found[(remark.site, remark.reason) if whole else (remark.site,)] = remark
     return tuple(found.values())
+
+
+def illegal_misses(report: Report, plan: Plan) -> tuple[Remark, ...]:
+    """Those whose site no pass could rewrite. The others were found whole and left by a pass's own
+    measure, such as ``min_saved_bytes``: what else is wrong with their graph costs them nothing."""
+    misses = open_misses(report)
+    return tuple(miss for miss in misses if not isinstance(plan.choices.get(miss.site), Keep))
 
 
 class _Block(local):

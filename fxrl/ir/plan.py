@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from fxrl.errors import PlanError
 from fxrl.ir.region import Cut
 from fxrl.ir.remark import format_bytes
+from fxrl.ir.table import Readable, folded
 
 Place = Literal["gpu", "host"]
 _VERSION = 1
@@ -104,7 +105,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Readable):
     """A choice for each site, and what the step is predicted to take.
 
     Attributes:
@@ -177,10 +178,19 @@ class Plan:
         read = {site: _choice(site, given) for site, given in choices.items()}
         return cls(read, timeline=timeline, **numbers)
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> list[str]:
+        """The plan in words: what is predicted, then a line for each choice."""
         words = {site: describe(choice) for site, choice in self.choices.items()}
-        lines = [f"{sites}: {what}" for sites, what in _joined(words)]
-        return "\n".join([*self._predicted(), *lines]) or "no sites: nothing is captured yet"
+        choices = [f"{sites}: {what}" for sites, what in _joined(words)]
+        return [*self._predicted(), *choices] or ["no sites: nothing is captured yet"]
+
+    def text(self, width: int | None = None) -> str:
+        """``lines`` folded to ``width`` columns (``None``: as the terminal)."""
+        return folded(self.lines, width)
+
+    def __str__(self) -> str:
+        return self.text()
 
     def _predicted(self) -> list[str]:
         if self.peak_gpu_bytes is None:

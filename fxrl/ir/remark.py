@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 
-from fxrl.ir.table import cell, open_table, plain_text
+from fxrl.ir.table import Readable, cell, open_table, plain_text
 
 if TYPE_CHECKING:
     from torch import fx
@@ -81,7 +81,7 @@ class Remark:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Readable):
     """All remarks of one or more captures, in the order the passes made them."""
 
     remarks: tuple[Remark, ...] = ()

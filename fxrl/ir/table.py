@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+import textwrap
+from collections.abc import Iterable
 
 from rich.box import Box
 from rich.console import Console, RenderableType
@@ -15,6 +17,15 @@ DEFAULT_WIDTH = 120  # columns where standard output is no terminal: files, pipe
 
 # A rule under the header and nothing else; ASCII, so that any file or log can hold it.
 _RULE = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+class Readable:
+    """What IPython and notebooks show as ``print`` does, and not by its ``repr``."""
+
+    __slots__ = ()
+
+    def _ipython_display_(self) -> None:
+        print(self)
 
 
 def plain_text(renderable: RenderableType, width: int | None = None) -> str:
@@ -33,6 +44,22 @@ def plain_text(renderable: RenderableType, width: int | None = None) -> str:
     )
     console.print(renderable)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n")
+
+
+def folded(lines: Iterable[str], width: int | None = None) -> str:
+    """Lines of words, ``width`` columns wide (None: as ``plain_text``); what does not fit a line
+    goes on below it, further in."""
+    columns = terminal_width() if width is None else width
+    return "\n".join(
+        textwrap.fill(
+            line,
+            columns,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in lines
+    )
 
 
 def terminal_width() -> int:

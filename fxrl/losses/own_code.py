@@ -117,11 +117,15 @@ def _folders() -> list[str]:
     return _FINDER.folders or [str(Path.cwd())]
 
 
+def looked_in() -> str:
+    """The folders that the names in a run's file are looked for in, in words."""
+    return " or ".join(dict.fromkeys(_folders()))
+
+
 def _file(name: str) -> str:
     places = [os.path.join(folder, os.path.expanduser(name)) for folder in _folders()]
     if (found := next(filter(os.path.isfile, places), None)) is None:
-        given = " or ".join(dict.fromkeys(_folders()))
-        raise LossConfigError(f"{name!r} is not a file; give its path from {given}")
+        raise LossConfigError(f"{name!r} is not a file; give its path from {looked_in()}")
     return os.path.realpath(found)
 
 

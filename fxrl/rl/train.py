@@ -1,10 +1,10 @@
 """``fxrl train``: a configuration file in, a trained model and its curves out.
 
 Exit codes: 0 the run is complete; 1 it failed (its state is saved where that is possible); 2 the
-configuration, the data or the checkpoint is wrong, no model was loaded; 130 it was interrupted by
-Ctrl-C, saved, and can be resumed (143 for SIGTERM). A second signal kills at once. A terminal that
-is closed, or a reader of stdout that goes away, ends no run: it goes on and writes to
-``run_dir/train.log``.
+configuration is wrong, also where only the loaded model shows it, or the data or the checkpoint
+are, before a model was loaded; 130 it was interrupted by Ctrl-C, saved, and can be resumed (143 for
+SIGTERM). A second signal kills at once. A terminal that is closed, or a reader of stdout that goes
+away, ends no run: it goes on and writes to ``run_dir/train.log``.
 
 ``torchrun --nproc-per-node N -m fxrl train CONFIG`` runs it on N GPUs: rank 0 talks and writes, and
 an error of any rank ends them all (``fxrl.distributed``).
@@ -75,7 +75,7 @@ def main(
                 with importable_from(Path(config_path).parent, Path.cwd()):
                     with reporter.stage(READING):
                         trainer = Trainer(config=load_config(config_path, overrides))
-                    start = Start(resume, accept_changes, overwrite)
+                    start = Start(resume, accept_changes, overwrite, (config_path, *overrides))
                     with trainer.prepared(reporter, start) as run:
                         code = FAILED
                         if rank == "0":
@@ -89,6 +89,8 @@ def main(
             _tell_error(error, console if json else errors, json=json, traceback=traceback)
             if isinstance(error, KeyboardInterrupt):
                 return error.exit_code if isinstance(error, Terminated) else INTERRUPTED
+            if isinstance(error, ConfigError):
+                return BAD_CONFIG
             told = isinstance(error, FxrlError | ImportError)
             return code if told and not isinstance(error, StorageError) else FAILED
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxrl.ir.on_miss import open_misses
 from fxrl.step import optimize
 from tests.capture.mixer import CONFIG, QUIET, Mixer, captures, fixed, make_batch, token_logps
 
@@ -146,14 +147,20 @@ def test_a_branch_costs_no_rewrite_and_goes_each_way_once(loss, lengths):
 
 def test_a_branch_that_turns_at_each_call_ends_the_graph_there():
     step = assert_runs_as_eager(loss_fn, [False, True] * 3, QUIET)
-    missed = step.report.of_kind("missed")
-    assert any("data-dependent branching" in remark.reason for remark in missed)
+    (told,) = [r for r in step.report.remarks if "if high.any():" in r.reason]
+    assert told.kind == "missed"
+    assert "data-dependent branching" in told.reason
 
 
-def test_where_nothing_is_rewritten_no_call_begins_anew():
-    passes = dataclasses.replace(QUIET, passes=())
-    step = assert_runs_as_eager(loss_fn, [False, True, False], passes)
+@pytest.mark.parametrize("options", [{"passes": ()}, {"min_saved_bytes": "1GiB"}])
+def test_a_branch_is_followed_where_nothing_is_rewritten_too(options):
+    step = assert_runs_as_eager(loss_fn, [False, True], dataclasses.replace(QUIET, **options))
     assert not step.report.of_kind("applied")
+    (told,) = [r for r in step.report.remarks if "if high.any():" in r.reason]
+    assert told.kind == "analysis"
+    missed = [remark.reason for remark in open_misses(step.report)]
+    assert all("below min_saved_bytes=1.00 GiB" in reason for reason in missed)
+    assert bool(missed) == bool(step.config.min_saved_bytes)
 
 
 def test_explain_follows_the_way_that_goes_further():

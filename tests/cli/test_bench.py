@@ -116,5 +116,7 @@ def test_command(capsys):
     assert main(["bench", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out))[:3] == ["head", "step", "rollout"]
     assert main(["bench"]) == 0
-    assert "head_memory" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("head_memory ") for line in lines)
+    assert lines == [line.rstrip() for line in lines]
     assert main(["bench", "nonsense"]) == 2

@@ -155,9 +155,12 @@ def test_bad_training_config_is_2(tmp_path, capsys):
     assert "did you mean 'steps'?" in capsys.readouterr().err
 
 
-LOSSES = """
+LOSSES = """import torch
 def misspelt(model, batch):
     return batch["ids"].sumx()
+def too_wide(model, batch):
+    logps = torch.log_softmax(model(input_ids=batch["input_ids"]).logits, -1).amax(-1)
+    return (logps * batch["completion_mask"]).sum()
 def of_no_arguments():
     pass
 """
@@ -171,6 +174,8 @@ def of_no_arguments():
             1,
             "KeyError('ids') at own.py:3; --traceback",
         ),
+        ("verify tiny:qwen3 --loss own.py:misspelt", 1, "kl, old_logps, ref_logps; --make-batch"),
+        ("explain tiny:qwen3 --loss own.py:too_wide", 1, "broadcastable to [4, 1024]"),
         ("plan tiny:qwen3 --loss own.py:misspelt", 1, "KeyError('ids') at own.py:3"),
         ("dump tiny:qwen3 --loss own.py:misspelt --out d", 1, "KeyError('ids') at own.py:3"),
         ("explain tiny:qwen3 --loss grpo --make-batch own.py:of_no_arguments", 1, "takes 0 posit"),
@@ -197,6 +202,7 @@ def test_what_goes_wrong_is_told_in_words(argv, code, says, tmp_path, monkeypatc
     told = capsys.readouterr().err
     assert says in told
     assert "Traceback" not in told
+    assert "fake_tensor.py" not in told
     assert "free some space" not in told
     assert told.count("module:function") == 0
 

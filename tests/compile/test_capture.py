@@ -106,6 +106,21 @@ def test_a_graph_break_is_worked_around_and_reported():
     assert [r for r in step.report.remarks if r.kind == "applied"]
 
 
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("wrong", [None, "text", [3], {}])
+def test_a_batch_that_is_none_costs_the_next_one_nothing(wrong, begun):
+    """Dynamo leaves a function out for good in which it met what ends it at its first op."""
+    step = step_for(Lm(), on_miss="error")
+    if begun:
+        step(batch_of(2, 7))
+    with pytest.raises((TypeError, KeyError)):
+        step(wrong)
+    step(batch_of(2, 7)).backward()
+    step(batch_of(3, 9)).backward()
+    assert [capture.running for capture in step.captures] == [True]
+    assert repr(step) == "<TrainStep of entropy_loss over Lm, captures: 1>"
+
+
 def test_a_record_holds_every_stage():
     model = Lm()
     step = step_for(model, compile_regions=True)

@@ -29,6 +29,13 @@ PASS_OPTIONS = (
     ({"factor-masks": {"least_mask": 3}}, "least_mask=3 is not a table"),
 )
 
+#: Likewise of Inductor.
+INDUCTOR_OPTIONS = (
+    ({"nope": 1}, "inductor: 'nope' is no option of torch._inductor.config$"),
+    ({"cudagraphs": True}, "'cudagraphs' is no option.*; did you mean 'triton.cudagraphs'"),
+    ({"max_autotune": "yes"}, "inductor: max_autotune='yes' is not true or false"),
+)
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -43,6 +50,13 @@ PASS_OPTIONS = (
         *(
             ((torch.nn.Linear(2, 2), loss_fn, fxrl.Config(pass_options=told)), words)
             for told, words in PASS_OPTIONS
+        ),
+        *(
+            (
+                (torch.nn.Linear(2, 2), loss_fn, fxrl.Config(inductor=told, compile_regions=False)),
+                words,
+            )
+            for told, words in INDUCTOR_OPTIONS
         ),
     ],
 )

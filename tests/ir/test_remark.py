@@ -8,7 +8,9 @@ import pytest
 from expecttest import assert_expected_inline
 from rich.console import Console
 
+from fxrl.inspect.compare import VerifyReport
 from fxrl.ir import table
+from fxrl.ir.plan import Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report, format_bytes
 
 REPORT = Report.of(
@@ -143,3 +145,10 @@ def test_a_miss_that_another_pass_takes_is_shown_as_a_fact():
     report = Report((taken, Remark(RemarkKind.APPLIED, "chunk", "0:mm")))
     assert "0 missed, 1 analysis" in str(report)
     assert report.of_kind("missed") == (taken,)
+
+
+@pytest.mark.parametrize("shown", [REPORT, Plan(), VerifyReport(ok=True, rows=())])
+def test_a_notebook_shows_what_print_does(shown, capsys):
+    """By IPython's protocol; a dataclass's ``repr`` would be one long line."""
+    shown._ipython_display_()
+    assert capsys.readouterr().out == f"{shown}\n"

@@ -254,6 +254,13 @@ def test_a_step_lists_a_choice_for_every_site():
 0:blocks.0-1: outline-layers
 0:blocks.0-1: layer: matrix products are kept for the backward""",
     )
+    assert_expected_inline(
+        step.plan.text(40),
+        """\
+0:blocks.0-1: outline-layers
+0:blocks.0-1: layer: matrix products are
+    kept for the backward""",
+    )
     assert Plan.from_json(step.plan.to_json()) == step.plan
     assert step.plan_for(ids_batch(3, 7)).choices == step.plan.choices
 

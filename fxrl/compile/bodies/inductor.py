@@ -13,7 +13,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxrl.capture._torch import FakeTensorMode
-from fxrl.compile._torch import inductor_compile, inductor_lower, inductor_source
+from fxrl.compile._torch import (
+    inductor_compile,
+    inductor_kinds,
+    inductor_lower,
+    inductor_source,
+)
+from fxrl.errors import ConfigError, nearest
+from fxrl.options import misfit
 
 #: Options for every region body, spelled out so that nothing set globally leaks in.
 #: NOTE [Why all of them are off]: measured on an H200 for a loss head, an MLP and a decoder layer
@@ -58,7 +65,12 @@ class InductorOptions:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> InductorOptions:
-        """fxrl's options for region bodies with the user's on top."""
+        """fxrl's options for region bodies with the user's on top.
+
+        Raises:
+            ConfigError: Inductor has no option of a name, or the value is none of its kind.
+        """
+        _check(extra or {})
         return cls(tuple(sorted({**_BODY_OPTIONS, **(extra or {})}.items())))
 
     @property
@@ -67,6 +79,23 @@ class InductorOptions:
         CUDA graphs."""
         names = [name for name, value in self.options if value]
         return any(part in name for part in ("custom", "pre_grad", "cudagraphs") for name in names)
+
+
+def _check(extra: Mapping[str, Any]) -> None:
+    """Here, as Inductor itself looks at them when a body is compiled, which may be never."""
+    if not extra:
+        return
+    kinds, lines = inductor_kinds(), []
+    for name, value in extra.items():
+        kind = kinds.get(name)
+        if name not in kinds:
+            lines.append(
+                f"inductor: {name!r} is no option of torch._inductor.config{nearest(name, kinds)}"
+            )
+        elif isinstance(kind, type) and not isinstance(value, kind):
+            lines.append(f"inductor: {name}={misfit(kind, value)}")
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 Compiled = Callable[..., Sequence[Tensor]]

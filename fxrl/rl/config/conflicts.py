@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxrl.errors import ConfigError
 from fxrl.losses import FACTORIES
 from fxrl.rl.config.binding import default_of, keys_of
 from fxrl.rl.config.named import takes_keyword
+from fxrl.step import check_config
 
 if TYPE_CHECKING:
     from fxrl.rl.config.tables import TrainConfig
@@ -75,11 +77,20 @@ def conflicts(config: TrainConfig) -> Iterator[str]:
             f"fxrl.context_parallel={config.fxrl.context_parallel}: optimize=false runs the loss "
             "as it is written, which shares no sequence; leave one of them out"
         )
+    yield from _pass_conflicts(config)
     yield from _adapter_conflicts(config)
     yield from _teacher_conflicts(config)
     yield from _form_conflicts(config)
     yield from _critic_conflicts(config)
     yield from _engine_conflicts(config)
+
+
+def _pass_conflicts(config: TrainConfig) -> Iterator[str]:
+    """Names of passes and of options, which ``Config`` itself does not know."""
+    try:
+        check_config(config.fxrl)
+    except ConfigError as error:
+        yield from (f"fxrl.{line}" for line in str(error).splitlines())
 
 
 def _adapter_conflicts(config: TrainConfig) -> Iterator[str]:

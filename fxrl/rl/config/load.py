@@ -12,6 +12,7 @@ from typing import Any
 from fxrl.losses.own_code import importable_from
 from fxrl.options import dataclass_in, hints_of
 from fxrl.rl.config.binding import bind, counted, default_of, read_tables
+from fxrl.rl.config.places import settle_places
 from fxrl.rl.config.tables import ModelConfig, TrainConfig
 from fxrl.rl.errors import BadConfigError
 
@@ -27,6 +28,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     path = Path(path)
     problems: list[str] = []
     table = read_tables(path, overrides, problems)
+    problems += settle_places(table, path.parent)
     with importable_from(path.parent, Path.cwd()):
         return config_of(table, str(path), str(Path("runs") / path.stem), problems)
 

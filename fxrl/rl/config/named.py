@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from fxrl import losses
 from fxrl.errors import ConfigError, did_you_mean
 from fxrl.losses.options import accepted
 from fxrl.losses.own_code import load_function
+from fxrl.options import fit, misfit
 from fxrl.rl.builtin_rewards import BUILT_IN, PROVIDED
 from fxrl.rl.config import trl
 from fxrl.rl.errors import name_of
@@ -72,11 +73,25 @@ def optimizer_problems(
     try:
         found = optimizer_class(name)
         lines = wrong_keywords(found, options, besides=("params", "lr"), table="optim", keys=keys)
+        lines += _misfits(found, options)
         if not lines:
             make_optimizer(name, [nn.Parameter(torch.zeros(2, 2))], options)
     except ConfigError as error:
         return [str(error)]
     return lines
+
+
+def _misfits(made: type[Any], options: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each keyword whose value is of another kind than its annotation. An optimizer
+    compares it without looking, or takes it all the same."""
+    hints = get_type_hints(made.__init__)
+    for key, value in options.items():
+        if key not in hints:
+            continue
+        try:
+            fit(hints[key], value)
+        except TypeError:
+            yield f"{key}={misfit(hints[key], value)}"
 
 
 def make_optimizer(

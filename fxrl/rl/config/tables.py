@@ -20,11 +20,12 @@ from torch import nn
 from fxrl.config import Config
 from fxrl.engines.vllm.options import VllmOptions
 from fxrl.losses import LossFn, LossInfo, loss_info
+from fxrl.losses.own_code import looked_in
 from fxrl.models.hf import ModelError
 from fxrl.models.load import Source, resolve
 from fxrl.models.lora import StoredAdapter, stored_adapter
 from fxrl.models.quantized import Quantization
-from fxrl.models.tiny import parse_tiny
+from fxrl.models.tiny import PREFIX, parse_tiny
 from fxrl.options import Options, Positive, above, at_least, within
 from fxrl.rl.config import trl
 from fxrl.rl.config.binding import DIGEST, REST, keys_of, regular_expression
@@ -169,13 +170,21 @@ class ModelConfig(Options):
 
 
 def _id_problems(model_id: str | nn.Module) -> Iterator[str]:
+    if not isinstance(model_id, str):
+        return
     try:
-        if isinstance(model_id, str) and resolve(model_id) is Source.TINY:
+        if resolve(model_id) is Source.TINY:
             parse_tiny(model_id)
-        elif isinstance(model_id, str):
+        else:
             stored_adapter(model_id)
     except ModelError as error:
-        yield f"id: {error}"
+        is_path = not model_id.startswith(PREFIX) and not Path(model_id).exists()
+        yield f"id: {error}{_sought(model_id) if is_path else ''}"
+
+
+def _sought(path: str) -> str:
+    """Where a relative path was looked for, as the end of a message."""
+    return "" if Path(path).is_absolute() else f" (looked for in {looked_in()})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +241,8 @@ class DataConfig(Options):
             ``sequences``, ``pairs`` of a chosen and a rejected answer, or ``labelled`` sequences.
             ``auto`` is what the loss reads, of your own loss ``prompts``.
         path: JSONL file, a question a line; or a ``.csv`` file, whose first line names the columns
-            and whose values are all texts.
+            and whose values are all texts. Looked for beside the configuration and in the working
+            folder, as every path of the file but ``run_dir``.
         dataset: Hugging Face dataset, a name or a folder.
         subset: part of ``dataset``, what ``datasets.load_dataset`` calls ``name``.
         split: split of ``dataset``.
@@ -313,7 +323,7 @@ class DataConfig(Options):
         if self.reasoning_gym is not None and (self.size or 0) > MOST_GENERATED:
             yield f"size={self.size} questions are generated in advance; {MOST_GENERATED} at most"
         if self.path is not None and not Path(self.path).is_file():
-            yield f"path={self.path!r} is not a file, seen from {Path.cwd()}"
+            yield f"path={self.path!r} is not a file{_sought(self.path)}"
         if self.pattern is not None and self.template is None:
             yield "pattern is given but template, which it fills, is not"
         if self.template is not None and _pads_widely(self.template):
@@ -548,7 +558,7 @@ class EvalConfig(Options):
         if len(given := self._sources()) > 1:
             yield f"path, dataset: give one of them (or rows), not {' and '.join(given)}"
         if self.path is not None and not Path(self.path).is_file():
-            yield f"path={self.path!r} is not a file, seen from {Path.cwd()}"
+            yield f"path={self.path!r} is not a file{_sought(self.path)}"
 
     def _sources(self) -> list[str]:
         return [n for n in ("path", "dataset", "rows") if getattr(self, n) is not None]

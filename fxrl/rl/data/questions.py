@@ -192,7 +192,10 @@ def usable_rows(
     lines = "".join(f"\n  {line}" for line in [*wrong[:MOST_NAMED], *more])
     told = f"data: {len(wrong)} of {len(rows)} rows are unusable"
     if mode == "error":
-        raise DataError(f'{told}:{lines}\ncorrect them, or set data.unusable_rows="skip"')
+        raise DataError(
+            f"{told}:{lines}\ncorrect them, or leave them out: add data.unusable_rows=skip to the "
+            'command, or unusable_rows = "skip" under [data]'
+        )
     if not good:
         raise DataError(f"{told}, and no other is left:{lines}")
     tell(f"{told} and left out:{lines}")

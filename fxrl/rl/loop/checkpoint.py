@@ -38,10 +38,12 @@ from fxrl.rl.loop import store
 from fxrl.rl.report.files import Tell
 
 # May differ between a run and its continuation: they change no number of a step, or others compare
-# them (rows that a program gives are told by the fingerprints of the data).
+# them (rows are told by the fingerprints of the data, wherever they lie).
 _FREE = {
     "data.rows",
+    "data.path",
     "eval.rows",
+    "eval.path",
     "run_dir",
     "steps",
     "save_every",

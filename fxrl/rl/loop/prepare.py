@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,21 @@ class Start(NamedTuple):
     resume: str | None = None
     accept_changes: bool = False
     overwrite: bool = False
+    words: tuple[str, ...] = ()  # of the command line: the file and what replaces its entries
+
+    @property
+    def again(self) -> str:
+        """What goes on with the run when it has stopped."""
+        if not self.words:
+            return "go on with train(resume='')"
+        command = "torchrun ... -m fxrl" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "fxrl"
+        return f"go on with: {command} train {' '.join(map(_quoted, self.words))} --resume"
+
+
+def _quoted(word: str) -> str:
+    """As a shell takes it; texts of TOML in double quotes, which leave theirs readable."""
+    plain = "'" in word and not set(word) & set('"$`\\!')
+    return f'"{word}"' if plain else shlex.quote(word)
 
 
 class Task(NamedTuple):

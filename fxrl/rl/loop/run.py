@@ -53,7 +53,7 @@ def run(task: Task, reporter: Reporter) -> Outcome:
     seed_everything(config.seed)
     with reporter.stage(_BUILDING):
         parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
-        loop = TrainingLoop(config, parts, run_dir)
+        loop = TrainingLoop(config, parts, run_dir, task.start.again)
     try:
         with warned(reporter.message):
             outcome = _trained(loop, task, reporter)
@@ -93,9 +93,7 @@ def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
     try:
         return _finish(loop, stop, reporter)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        error.add_note(
-            f"what step {loop.done} reached is saved; go on with --resume run_dir={loop.run_dir}"
-        )
+        error.add_note(f"what step {loop.done} reached is saved; {loop.again}")
         raise
 
 
@@ -128,10 +126,8 @@ def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcom
     if loop.done < config.steps and asked:
         reporter.message(f"a callback ended the run after step {loop.done} of {config.steps}")
     elif loop.done < config.steps:
-        reporter.message(
-            f"stopped after step {loop.done} of {config.steps}; go on with --resume "
-            f"run_dir={run_dir}"
-        )
+        reporter.show_last()  # the last word is what to do
+        reporter.message(f"stopped after step {loop.done} of {config.steps}; {loop.again}")
         return outcome._replace(exit_code=stop.exit_code)
 
     def write() -> None:

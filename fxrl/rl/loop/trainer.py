@@ -44,10 +44,13 @@ T = TypeVar("T")
 
 
 class TrainingLoop:
-    """Runs the steps of one run; ``done`` counts them."""
+    """Runs the steps of one run; ``done`` counts them.
 
-    def __init__(self, config: TrainConfig, parts: RunParts, run_dir: Path) -> None:
-        self.config, self.parts, self.run_dir = config, parts, run_dir
+    ``again`` says what goes on with it, for messages.
+    """
+
+    def __init__(self, config: TrainConfig, parts: RunParts, run_dir: Path, again: str) -> None:
+        self.config, self.parts, self.run_dir, self.again = config, parts, run_dir, again
         self.done = 0
         self.num_tokens = 0
         self.initial: Metrics = {}
@@ -278,9 +281,7 @@ class TrainingLoop:
         if not self.parts.ranks.primary:
             return
         if why_not:
-            error.add_note(
-                f"{why_not}; go on from the last checkpoint with --resume run_dir={self.run_dir}"
-            )
+            error.add_note(f"{why_not}; what is left is the last checkpoint; {self.again}")
             return
         if step is not None and step.updated and step.experience is not None:
             state = state | {
@@ -308,7 +309,7 @@ class TrainingLoop:
             return
         self.write_page(reporter)
         text = f"step {number} failed{which} is in {saved}".replace(" ;", ";")
-        error.add_note(f"{text}; go on with --resume run_dir={self.run_dir}")
+        error.add_note(f"{text}; {self.again}")
 
     def _state_of_failed(self, error: BaseException) -> tuple[dict[str, Any], str]:
         """The optimizer's state behind a failure; or why there is none, in words."""

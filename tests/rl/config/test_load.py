@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +91,39 @@ def test_all_mistakes_at_once_with_the_nearest_names(config_file):
     assert len(found) == len(expected) + 2
 
 
+@pytest.mark.parametrize(
+    ("beside", "here", "overrides", "found"),
+    [
+        (True, False, [], "beside"),
+        (False, True, [], "here"),
+        (True, True, [], "data.path='questions.jsonl' is "),
+        (True, True, ["data.path=questions.jsonl"], "here"),
+        (True, False, ["data.path=questions.jsonl"], "beside"),
+        (False, True, ["data.path=~/questions.jsonl"], "here"),
+        (False, False, [], "data.path='questions.jsonl' is not a file (looked for in "),
+    ],
+)
+def test_paths_are_looked_for_beside_the_file_and_in_the_working_folder(
+    config_file, monkeypatch, tmp_path, beside, here, overrides, found
+):
+    data, folder = config_file.with_name("questions.jsonl"), tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "questions.jsonl").write_text(data.read_text())
+    for there, file in ((beside, data), (here, folder / "questions.jsonl")):
+        if not there:
+            file.unlink()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    if found in ("beside", "here"):
+        path = Path(load_config(config_file, overrides).data.path).resolve()
+        assert path.parent == (tmp_path if found == "beside" else folder)
+    else:
+        (line,) = problems(config_file, *overrides)
+        assert line.startswith(found)
+        assert str(tmp_path) in line
+        assert str(folder) in line
+
+
 def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
     """Or no checkpoint of an earlier fxrl could be resumed."""
     new = as_table(load_config(config_file))
@@ -112,7 +146,14 @@ def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
         ("data.pattern='('", "no regular expression"),
         ("loss.name=grop", "did you mean 'grpo'?"),
         ("loss.beta=-1", "beta=-1"),
+        ("fxrl.passes=['recompte']", "did you mean 'recompute'? (there are open-loss-ch"),
+        ("fxrl.inductor={max_autotun=true}", "did you mean 'max_autotune'?"),
+        ("fxrl.pass_options={fp8-lora={recip='row'}}", "fxrl.pass_options: fp8-lora has no opt"),
         ("optim.name=adamv", "did you mean 'adam"),
+        ("optim.weight_decay=abc", "optim.weight_decay='abc' is not a number"),
+        ("optim.weight_decay=-1", "refuses {'weight_decay': -1}: Invalid weight_decay"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] is not a list of 2, each a number"),
+        ("optim.fused=maybe", "optim.fused='maybe' is not true or false or none"),
         ("reward={functions=[]}", "reward.functions is empty"),
         ("reward.weights=[1]", "1 entries for 2 functions"),
         ("reward.functions=['nomodule:f']", "importing 'nomodule' failed"),

@@ -35,7 +35,7 @@ def test_it_is_named_before_the_model(config_file, capsys, monkeypatch, name):
     assert "1 of 7 rows are unusable" in told
     assert "questions.jsonl:4: " in told
     assert reason in told
-    assert "data.unusable_rows" in told
+    assert "add data.unusable_rows=skip to the command" in told
     assert not Path("a").exists()
 
 

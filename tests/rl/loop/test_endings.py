@@ -68,7 +68,9 @@ def test_a_reward_that_ends_the_run(behaving, capsys, behaviour, code, says, how
     assert behaving(behaviour, *how) == code
     [text] = events(capsys, "error")
     assert says in text
-    assert "the state before it is in out/checkpoints/step-00000002; go on with --resume" in text
+    assert (
+        "the state before it is in out/checkpoints/step-00000002; go on with: fxrl train " in text
+    )
     if code == 1:
         assert "behaving.py:" in text
     assert len(numbers("out")) == 2
@@ -236,7 +238,9 @@ def test_ctrl_c_is_answered_within_the_step(behaving, capsys):
     [heard] = (i for i, text in enumerate(texts) if text.startswith("Ctrl-C: the run stops after"))
     assert "a second Ctrl-C ends it at once" in texts[heard]
     assert heard < texts.index("step 3")
-    assert "stopped after step 3 of 4; go on with --resume run_dir=out" in texts[-1]
+    assert "stopped after step 3 of 4; go on with: fxrl train " in texts[-1]
+    functions = "reward.functions=['length', 'behaving.py:even']"
+    assert texts[-1].endswith(f' run_dir=out "{functions}" save_every=0 --resume')
 
 
 def test_sigterm_before_the_first_step_unwinds(config_file, capsys):
@@ -395,7 +399,7 @@ def test_the_end_of_the_run_is_no_exception(behaving, monkeypatch, capsys, error
         patch.setattr("fxrl.rl.loop.run.summarize", fails)
         assert behaving("pass") == code
     [text] = events(capsys, "error")
-    assert "what step 4 reached is saved; go on with --resume run_dir=out" in text
+    assert "what step 4 reached is saved; go on with: fxrl train " in text
     assert behaving("pass", resume="") == 0
     assert len(numbers("out")) == 4
 

@@ -89,7 +89,10 @@ def test_a_dead_engine_costs_no_step_that_was_done(config_file, failing, capsys,
     assert train(config_file, "out") == 1
     text = error_of(capsys)
     assert f"vLLM died in {where}" in text
-    assert f"out/checkpoints/step-{saved:08d}; go on with --resume run_dir=out" in text
+    assert (
+        f"out/checkpoints/step-{saved:08d}; go on with: fxrl train {config_file} run_dir=out"
+        in text
+    )
     assert ("step 3 failed after its updates" in text) == (saved == 3)
     assert FailingEngine.made[0].closed == 1
     assert len(numbers("out")) == saved
@@ -152,7 +155,7 @@ def test_an_engine_is_closed_when_the_rest_cannot_be_built(
 
     failing("never")
     monkeypatch.setattr(build, "build_optimizer", refuse)
-    assert train(config_file, "out") == 1
+    assert train(config_file, "out") == 2  # found late, but the configuration is wrong
     assert "no such optimizer" in error_of(capsys)
     assert [engine.closed for engine in FailingEngine.made] == [1]
 

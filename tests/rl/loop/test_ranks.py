@@ -121,7 +121,8 @@ def test_what_ends_one_rank_ends_all_with_one_error(cases, how, codes, words, sa
     folder = cases["folder"] / how.replace(" ", "-")
     if saved is not None:
         assert (folder / f"checkpoints/step-{saved:08d}").is_dir()
-        assert f"go on with --resume run_dir={folder.name}" in told
+        assert "go on with: torchrun ... -m fxrl train " in told
+        assert f" run_dir={folder.name} " in told
         assert "fxrl-rank-" not in told
 
 
