@@ -18,7 +18,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
@@ -67,6 +67,7 @@ _GETATTR = next(
 )
 _get_attribute: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
 _build_variable = VariableBuilder.__call__
+_tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator
 _is_equal: Any = getattr(UserDefinedObjectVariable, "is_python_equal", None)  # None from 2.15 on
 _NOT_IN = getattr(  # torch 2.11: one guard says both
     GuardBuilder, "DICT_NOT_CONTAINS", partial(GuardBuilder.DICT_CONTAINS, invert=True)
@@ -164,7 +165,7 @@ def _equals(self: Any, other: Any) -> bool:
     others = isinstance(other, UserDefinedObjectVariable) and other.value is not self.value
     if not others or not isinstance(type(self.value).__eq__, FunctionType):
         return bool(_is_equal(self, other))
-    tx = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    tx = _tracer.current_tx()
     same = BuiltinVariable(operator.eq).call_function(tx, [self, other], {}).realize()
     if isinstance(same, SymNodeVariable):
         return bool(same.evaluate_expr(tx.output))  # guarded
@@ -180,17 +181,15 @@ def _found_in_base(walk: Callable[..., Source]) -> Callable[..., Source]:
             if isinstance(self.value, type)
             else (type(self.value), self.cls_source)
         )
-        if args[-1] not in vars(kind) and source:
-            install_guard(TypeDictSource(source).make_guard(_absent(args[-1])))
+        name, output = args[-1], _tracer.current_tx().output
+        known = vars(output).setdefault("guarded_mro_absent_keys", set())  # torch 2.11 has none
+        if name not in vars(kind) and source and (id(kind), name) not in known:
+            known.add((id(kind), name))
+            absent = TypeDictSource(source).make_guard(partial(_NOT_IN, key=name))
+            install_guard(absent)
         return walk(self, *args)
 
     return walk_mro
-
-
-@cache
-def _absent(name: str) -> Callable[..., None]:
-    """A guard of a class's names; always the same one, so that Dynamo keeps it once."""
-    return partial(_NOT_IN, key=name)
 
 
 def _holder(source: Any, root: Any) -> Any:
