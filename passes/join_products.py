@@ -8,7 +8,8 @@ becomes
 
 Pairs that are run apart, and micro-batches, give logits that are put one after the other and read
 as one. Their hidden states joined in their place are as many rows of ``hidden`` columns, and the
-loss head behind them is one site.
+loss head behind them is one site. Along tokens, too: a prompt's last logits before a completion's,
+where nothing but slices and shapes stands between products and ``cat``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fxrl.ir.graph import (
     is_same,
     is_tensor,
     shape_of,
+    spelled_alike,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
@@ -49,9 +51,10 @@ Level = tuple[fx.Node, ...]
 
 @dataclass(frozen=True, slots=True)
 class JoinedProducts(Site):
-    """Values joined along their first dim, each of one widening product with one weight."""
+    """Values joined, each of one widening product with one weight."""
 
     levels: tuple[Level, ...]  # the products, then what is computed from each, up to what is joined
+    moves: tuple[Level, ...] = ()  # or how the rows of each product are moved up to what is joined
 
 
 @dataclass(frozen=True)
@@ -70,26 +73,38 @@ class JoinProducts(Normalisation[JoinedProducts]):
         for node in gm.graph.nodes:
             if is_call(node, aten.cat.default, aten.stack.default):
                 given = bound(node)
-                if given["dim"] % len(shape_of(node)) == 0 and len(given["tensors"]) > 1:
-                    levels = _levels(tuple(given["tensors"]))
-                    if levels:
-                        yield JoinedProducts(node, 0, levels)
+                parts, dim = tuple(given["tensors"]), given["dim"] % len(shape_of(node))
+                if len(parts) < 2:
+                    continue
+                if dim == 0 and (levels := _levels(parts)):
+                    yield JoinedProducts(node, 0, levels)
+                elif is_call(node, aten.cat.default) and dim < len(shape_of(node)) - 1:
+                    products, moves = zip(*map(_moved, parts), strict=True)
+                    if _are_one(products):
+                        yield JoinedProducts(node, 0, (products,), moves)
 
     def rewrite(self, gm: fx.GraphModule, site: JoinedProducts, choice: Choice) -> Applied:
-        anchor, sizes = site.anchor, SizeTable(gm.graph)
-        products, *above = site.levels
-        with Builder(gm.graph).before(anchor) as builder:
-            rows = builder.call(aten.cat.default, [factors(node)[0] for node in products])
-            value = _again(builder, products[0], factors(products[0])[0], rows)
-            for first, *_ in above:
-                if first.target in _SHAPES:
-                    value = _reshaped(builder, sizes, value, shape_of(first)[1:])
-                else:
-                    value = _again(builder, first, first.args[0], value)
-            if is_call(anchor, aten.stack.default):
-                value = _reshaped(builder, sizes, value, shape_of(anchor)[1:])
-        anchor.replace_all_uses_with(value)
-        return Applied(f"the rows of {len(products)} products with one weight are one product's")
+        with Builder(gm.graph).before(site.anchor) as builder:
+            joined = _of_moved_rows if site.moves else _of_all_rows
+            value = joined(builder, SizeTable(gm.graph), site)
+        site.anchor.replace_all_uses_with(value)
+        products = len(site.levels[0])
+        return Applied(f"the rows of {products} products with one weight are one product's")
+
+
+def _of_all_rows(builder: Builder, sizes: SizeTable, site: JoinedProducts) -> fx.Node:
+    """One product of the rows one after the other, and what is computed from each, of all."""
+    products, *above = site.levels
+    rows = builder.call(aten.cat.default, [factors(node)[0] for node in products])
+    value = _again(builder, products[0], factors(products[0])[0], rows)
+    for first, *_ in above:
+        if first.target in _SHAPES:
+            value = _reshaped(builder, sizes, value, shape_of(first)[1:])
+        else:
+            value = _again(builder, first, first.args[0], value)
+    if is_call(site.anchor, aten.stack.default):
+        value = _reshaped(builder, sizes, value, shape_of(site.anchor)[1:])
+    return value
 
 
 def _levels(parts: Level) -> tuple[Level, ...]:
@@ -106,6 +121,55 @@ def _levels(parts: Level) -> tuple[Level, ...]:
             return levels if is_amplifier(parts[0]) else ()
         parts = tuple(node.args[0] for node in parts)  # type: ignore[misc]
     return ()
+
+
+def _moved(part: Any) -> tuple[Any, Level]:
+    """The product that gives a value, and the calls that move its rows up to there, which leave
+    each row whole; no product where something else is done or read on the way."""
+    moves: Level = ()
+    while isinstance(part, fx.Node) and part.op == "call_function" and _readers(part) == 1:
+        if is_call(part, *MATRIX_PRODUCTS):
+            return part, moves
+        if not is_call(part, *_SHAPES, aten.slice.Tensor, aten.select.int):
+            break
+        source: Any = part.args[0]
+        dim, end = bound(part).get("dim"), len(shape_of(source)) - 1
+        crosses = isinstance(dim, int) and dim in (-1, end)
+        if crosses or not spelled_alike(shape_of(part)[-1:], shape_of(source)[-1:]):
+            break
+        moves, part = (part, *moves), source
+    return None, ()
+
+
+def _are_one(products: Level) -> bool:
+    first, *others = products
+    if not all(products) or len(set(products)) < len(products) or not is_amplifier(first):
+        return False
+    return all(first.target is p.target and _one_weight(first, p) for p in others)
+
+
+def _one_weight(first: fx.Node, other: fx.Node) -> bool:
+    return is_same(factors(first)[1:], factors(other)[1:], guards=True)
+
+
+def _of_moved_rows(builder: Builder, sizes: SizeTable, site: JoinedProducts) -> fx.Node:
+    """The product of all rows, moved and joined before it as its results were after it."""
+    (products,) = site.levels
+    features = shape_of(factors(products[0])[0])[-1:]
+    parts = []
+    for product, moves in zip(products, site.moves, strict=True):
+        here = factors(product)[0]
+        for move in moves:
+            if move.target in RESHAPES:
+                leading: Any = move.args[1]
+                here = builder.call(aten.reshape.default, here, [*leading[:-1], *features])
+            else:
+                here = _again(builder, move, move.args[0], here)
+        parts.append(here)
+    joined = builder.call(aten.cat.default, parts, bound(site.anchor)["dim"])
+    rows = _reshaped(builder, sizes, joined, features)
+    value = _again(builder, products[0], factors(products[0])[0], rows)
+    return _reshaped(builder, sizes, value, shape_of(site.anchor)[1:])
 
 
 def _unsliced(node: fx.Node) -> fx.Node:
@@ -132,7 +196,7 @@ def _alike(first: fx.Node, other: fx.Node) -> bool:
     if first.target in _SHAPES:
         return True
     if first.target in MATRIX_PRODUCTS:
-        return is_same(factors(first)[1:], factors(other)[1:], guards=True)
+        return _one_weight(first, other)
     others = first.kwargs == other.kwargs
     others = others and is_same(first.args[1:], other.args[1:], guards=True)
     return others and _acts_within(first)

@@ -242,15 +242,30 @@ def test_gradients_are_those_of_its_own_backward(call, loss):
     assert any(r.pass_name == "fuse-linear-logprob" for r in step.report.of_kind("applied"))
 
 
-def test_logits_that_enter_it_are_a_miss():
+def own_logits(model, ids):
+    return by_function(model(ids), torch.eye(VOCAB).double())
+
+
+def own_head(model, ids):
+    return by_class(model.layers[0](model.embed(ids)), model.head.weight.t())
+
+
+@pytest.mark.parametrize(
+    ("make_logits", "why"),
+    [
+        (own_logits, "by_function, an autograd"),
+        (own_head, "one call multiplies by the head itself, and returns logits"),
+    ],
+)
+def test_logits_of_its_own_are_a_miss(make_logits, why):
     torch.manual_seed(0)
     model = Model(without).double()
 
     def loss(model, ids):
-        logits = by_function(model(ids), torch.eye(VOCAB).double())
+        logits = make_logits(model, ids)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-    with pytest.raises(fxrl.errors.MissedRewriteError, match="by_function, an autograd"):
+    with pytest.raises(fxrl.errors.MissedRewriteError, match=why):
         fxrl.optimize(model, loss, STRICT)(torch.randint(VOCAB, (2, 7)))
 
 

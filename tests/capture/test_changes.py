@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -93,15 +95,75 @@ def test_a_weight_by_another_name_may_become_another() -> None:
     assert captures(step) == 3
 
 
-def test_what_stands_for_a_function_of_torch_is_applied_once(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("take", [lambda *args: F.cross_entropy(*args), nn.CrossEntropyLoss])
+def test_what_stands_for_a_function_of_torch_is_applied_once(monkeypatch: Any, take: Any) -> None:
     def loss(model: Mixer, batch: Any) -> torch.Tensor:
         logits = model(batch["ids"])[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+        loss_of = take() if isinstance(take, type) else take
+        return loss_of(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    def scaled(by: float) -> Callable[..., torch.Tensor]:
+        return lambda z, *args, **options: own(z * by, *args, **options)
 
     model, batch, own = make_model(), fixed(make_batch()), F.cross_entropy
     step = optimize(model, loss, CONFIG)
-    for theirs in (lambda z, *args: own(z * 0.5, *args), lambda z, *args: own(z * 2, *args)):
-        monkeypatch.setattr(F, "cross_entropy", theirs)
+    for by in (0.5, 2.0):
+        monkeypatch.setattr(F, "cross_entropy", scaled(by))
+        assert_matches_eager(step, loss, model, batch)
+    assert fused(step)
+
+
+class Key:
+    """Equals another of its value, which Python asks it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and other.value == self.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+class Base:
+    factor = 1.0
+
+
+class Derived(Base):
+    zero = 0.0
+    order = OrderedDict(a=1.0, b=2.0)
+    key = Key(0)
+
+
+STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
+    "a sign of zero": (
+        lambda: math.copysign(1.0, Derived.zero),
+        lambda: setattr(Derived, "zero", -0.0),
+    ),
+    "an order": (
+        lambda: next(iter(Derived.order.values())),
+        lambda: Derived.order.move_to_end("a"),
+    ),
+    "a key": (lambda: {Key(3): 2.0}.get(Derived.key, 1.0), lambda: setattr(Derived, "key", Key(3))),
+    "a class's own": (lambda: Derived().factor, lambda: setattr(Derived, "factor", 5.0)),
+}
+
+
+def test_what_python_holds_may_change() -> None:
+    def loss(model: Mixer, batch: Any) -> torch.Tensor:
+        loss = policy_loss(model, batch)
+        for read, _ in STATES.values():
+            loss = loss * read()
+        return loss
+
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    step = optimize(model, loss, CONFIG)
+    assert_matches_eager(step, loss, model, batch)
+    for read, change in STATES.values():
+        before = read()
+        change()
+        assert read() != before
         assert_matches_eager(step, loss, model, batch)
     assert fused(step)
 

@@ -62,6 +62,8 @@ return %_log_softmax""",
         lambda x, y, w: torch.cat([(x @ w.T + w[:, 0]).flatten(0, 1), (y @ w.T + w[:, 0]).flatten(0, 1)]),
         lambda x, y, w: torch.cat([torch.nn.functional.linear(i, w, w[:, 0]) for i in (x, y)]),
         lambda x, y, w: torch.cat([(i @ w.T)[:, 1] for i in (x, y)]),
+        lambda x, y, w: torch.cat([(x @ w.T)[:, -1:], (y @ w.T)[:, :-1]], 1),
+        lambda x, y, w: torch.cat([(x @ w.T)[:1], (y @ w.T)[1:]]),
     ],
 )  # fmt: skip
 def test_what_stands_between_is_computed_of_all(join):
@@ -80,8 +82,9 @@ def test_what_stands_between_is_computed_of_all(join):
     [
         lambda x, y, w: torch.cat([x @ w.T, y @ (w * 2).T]),  # two weights
         lambda x, y, w: torch.cat([x @ w.T / 0.9, y @ w.T / 0.8]),  # not computed alike
-        lambda x, y, w: torch.cat([x @ w.T, y @ w.T], 1),  # along the tokens
-        lambda x, y, w: torch.cat([(x @ w.T)[:1], (y @ w.T)[:1]]),  # a part of what is joined
+        lambda x, y, w: torch.cat([x @ w.T, y @ w.T], -1),  # along the classes
+        lambda x, y, w: torch.cat([(x @ w.T)[..., 1:], (y @ w.T)[..., 1:]], 1),  # not all classes
+        lambda x, y, w: torch.cat([(x @ w.T).mT.contiguous().mT, y @ w.T], 1),
         lambda x, y, w: torch.cat([z := x @ w.T, z]),  # one product twice
         lambda x, y, w: torch.cat([(x @ w.T).cumsum(0), (y @ w.T).cumsum(0)]),
         lambda x, y, w: torch.cat([z := x @ w.T, y @ w.T]) * z.mean(),  # read apart, too

@@ -160,9 +160,10 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
             classes, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
             reason = f"{classes} classes of {features} features: nothing to save"
             yield Miss(node, Refusal(reason), loses=False)
-        for node in heads_in_functions(graph):
-            reason = "an autograd.Function multiplies by the head itself, and says what is kept"
-            yield Miss(node, Refusal(reason), loses=False)
+        for node, logits in heads_in_functions(graph):
+            kept = "returns logits" if logits else "says what is kept"
+            reason = f"a function that stays one call multiplies by the head itself, and {kept}"
+            yield Miss(node, Refusal(reason), loses=logits)
         return
     vocab = min(hint(shape_of(head)[-1]) for head in heads)
     yield from _judged(_Walk(graph, heads, (vocab + 1) // 2))  # logits may be split in two

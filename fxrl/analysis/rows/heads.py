@@ -19,6 +19,7 @@ from fxrl.ir.graph import (
     MATRIX_PRODUCTS,
     PRODUCTS,
     HigherOrderOperator,
+    OpOverload,
     ancestors,
     base_of,
     hint,
@@ -95,23 +96,35 @@ def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
-def heads_in_functions(graph: fx.Graph) -> list[fx.Node]:
-    """Calls of the user's own ``autograd.Function`` that multiply by a head's weight themselves."""
-    return [
-        call
-        for call in graph.find_nodes(op="call_function", target=AUTOGRAD_FUNCTION)
-        if layer_path(call) is None and any(_is_head_of(arg, call) for arg in call.all_input_nodes)
-    ]
+def heads_in_functions(graph: fx.Graph) -> list[tuple[fx.Node, bool]]:
+    """Calls of the user's own code that stay whole (an ``autograd.Function``, what
+    ``allow_in_graph`` marks) and multiply by a head's weight themselves; and whether logits come
+    out of them."""
+    found = []
+    for call in graph.nodes:
+        if not (call.op == "call_function" and _stays_whole(call)) or layer_path(call) is not None:
+            continue
+        classes = [n for arg in call.all_input_nodes if (n := _classes_of(arg, call))]
+        if classes:
+            shape = shape_of(call) if is_tensor(call) else ()
+            found.append((call, bool(shape) and hint(shape[-1]) in classes))
+    return found
 
 
-def _is_head_of(weight: fx.Node, call: fx.Node) -> bool:
-    if not base_of(weight).meta.get("of_model") or len(shape := shape_of(weight)) != 2:
-        return False
+def _stays_whole(call: fx.Node) -> bool:
+    known = isinstance(call.target, OpOverload | HigherOrderOperator)
+    return call.target is AUTOGRAD_FUNCTION or (is_tensor(call) and not known)
+
+
+def _classes_of(weight: fx.Node, call: fx.Node) -> int:
+    """How many classes an argument of a call is the head's weight for; 0 if it is none."""
+    held = base_of(weight)
+    if not held.meta.get("of_model") or len(shape := shape_of(held)) != 2:
+        return 0
     rows = [arg for arg in call.all_input_nodes if is_tensor(arg) and arg is not weight]
-    features = hint(shape[1])
-    return hint(shape[0]) > features and any(
-        shape_of(arg) and hint(shape_of(arg)[-1]) == features for arg in rows
-    )
+    classes, features = map(hint, shape)
+    fits = any(shape_of(arg) and hint(shape_of(arg)[-1]) == features for arg in rows)
+    return classes if classes > features and fits else 0
 
 
 def find_wide_products(graph: fx.Graph, width: int) -> list[fx.Node]:

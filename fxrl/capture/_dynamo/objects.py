@@ -4,18 +4,22 @@ An import that fails raises there: libraries try a faster package inside of a lo
 go on without it. A class of torch has a name and a module: ``type(weight).__module__`` says whose
 weight it is. A class that says itself what it has for instances is asked. A ``SimpleNamespace`` is
 made: small models return one. A progress bar around a loop is left out. The graph ends where a
-``random.Random`` draws: Dynamo would keep the state that it had while traced.
+``random.Random`` draws: Dynamo would keep the state that it had while traced. What Dynamo reads
+and does not guard is guarded: that two objects are apart, zero's sign, the order of an
+``OrderedDict``, that a class does not have what its base has.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
 import dis
+import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from types import SimpleNamespace
+from functools import partial, wraps
+from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -24,10 +28,11 @@ from torch._dynamo.exc import (
     unimplemented,  # ends the graph
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, TypeDictSource
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
+    SymNodeVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
     TupleVariable,
@@ -62,6 +67,12 @@ _GETATTR = next(
 )
 _get_attribute: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
 _build_variable = VariableBuilder.__call__
+_tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator
+_is_equal: Any = getattr(UserDefinedObjectVariable, "is_python_equal", None)  # None from 2.15 on
+_NOT_IN = getattr(  # torch 2.11: one guard says both
+    GuardBuilder, "DICT_NOT_CONTAINS", partial(GuardBuilder.DICT_CONTAINS, invert=True)
+)
+_keys_match = GuardBuilder.DICT_KEYS_MATCH
 _AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
 # Torch 2.15 does.
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
@@ -100,13 +111,17 @@ def _compare(translator: Any, instruction: Any) -> None:
         has_read(*(side.value for side in sides))
     left, right = sides
     if left.source and right.source and left is not right and instruction.opname == "IS_OP":
-        install_guard(left.source.make_guard(partial(_are_apart, source=right.source)))
+        _guard(lambda own, other: f"{other} is not {own}", left.source, right.source)
 
 
-def _are_apart(builder: GuardBuilder, guard: Guard, source: Source) -> None:
-    """Guard that what ``guard`` is about is not the object of ``source``."""
-    code = f"{builder.arg_ref(source.name)} is not {builder.arg_ref(guard)}"
-    builder.object_aliasing_guard_codes.append((code, code))
+def _guard(code: Callable[..., str], source: Source, *others: Source) -> None:
+    """Guard what Dynamo does not: an expression, made of how code reads the sources."""
+
+    def hold(builder: GuardBuilder, guard: Guard) -> None:
+        holds = code(*(builder.arg_ref(one.name) for one in (source, *others)))
+        builder.object_aliasing_guard_codes.append((holds, holds))
+
+    install_guard(source.make_guard(hold))
 
 
 _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjectVariable
@@ -127,7 +142,54 @@ def _build(self: Any, value: Any) -> Any:
         method = isinstance(self.source, AttrSource) and self.source.member == "__self__"
         if isinstance(value, (torch.nn.Module, torch.Tensor)) and not method:
             has_read(value, _holder(self.source, self.tx.output.root_tx))
+    if type(value) is float and value == 0 and self.source:  # 0.0 equals -0.0
+        _guard(lambda own: f"repr({own}) == '{value}'", self.source)
     return _build_variable(self, value)
+
+
+@wraps(_keys_match)
+def _keys_in_order(self: Any, guard: Guard) -> None:
+    """``OrderedDict.move_to_end`` changes no order that Dynamo guards: that of the dict inside."""
+    _keys_match(self, guard)
+    found = self.get(guard)
+    if isinstance(found, OrderedDict):
+        plain = all(map(ConstantVariable.is_literal, found))
+        keys, read = ([*found], "[*{}]") if plain else ([*map(id, found)], "[*map(id, {})]")
+        code = f"{read.format(self.arg_ref(guard))} == {keys}"
+        self.object_aliasing_guard_codes.append((code, code))
+
+
+def _equals(self: Any, other: Any) -> bool:
+    """Keys of dicts and sets that say themselves what they equal are asked: Dynamo goes by
+    identity."""
+    others = isinstance(other, UserDefinedObjectVariable) and other.value is not self.value
+    if not others or not isinstance(type(self.value).__eq__, FunctionType):
+        return bool(_is_equal(self, other))
+    tx = _tracer.current_tx()
+    same = BuiltinVariable(operator.eq).call_function(tx, [self, other], {}).realize()
+    if isinstance(same, SymNodeVariable):
+        return bool(same.evaluate_expr(tx.output))  # guarded
+    return bool(same.as_python_constant())
+
+
+def _found_in_base(walk: Callable[..., Source]) -> Callable[..., Source]:
+    """An attribute of a base class is found until the class itself has one of that name."""
+
+    def walk_mro(self: Any, *args: Any) -> Source:
+        kind, source = (
+            (self.value, self.source)
+            if isinstance(self.value, type)
+            else (type(self.value), self.cls_source)
+        )
+        name, output = args[-1], _tracer.current_tx().output
+        known = vars(output).setdefault("guarded_mro_absent_keys", set())  # torch 2.11 has none
+        if name not in vars(kind) and source and (id(kind), name) not in known:
+            known.add((id(kind), name))
+            absent = TypeDictSource(source).make_guard(partial(_NOT_IN, key=name))
+            install_guard(absent)
+        return walk(self, *args)
+
+    return walk_mro
 
 
 def _holder(source: Any, root: Any) -> Any:
@@ -145,6 +207,10 @@ def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if self.value is RemovableHandle:  # what it does with a module's hooks would raise while traced
         why = "a hook is registered as the step runs; register it before, and keep it"
         unimplemented(gb_type="register_hook()", context="", explanation=why, hints=[])
+    if self.value is torch.nn.CrossEntropyLoss:  # Dynamo calls torch's function, unguarded
+        here = AttrSource(tx.import_source(__name__), _CrossEntropyLoss.__name__)
+        own = UserDefinedClassVariable(_CrossEntropyLoss, source=here)
+        return _make_instance(own, tx, args, kwargs)
     if self.value is not SimpleNamespace or args or _KNOWS_NAMESPACES:
         return _make_instance(self, tx, args, kwargs)
     kind = UserDefinedClassVariable(_Namespace, source=self.source)
@@ -165,6 +231,10 @@ class _Namespace(SimpleNamespace):
 
     __getattribute__ = object.__getattribute__
     __setattr__ = object.__setattr__
+
+
+class _CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """What Dynamo sees for its base, so that it traces how that is made and called."""
 
 
 def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
@@ -254,8 +324,16 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
     (UnspecializedNNModuleVariable, _GETATTR, _attribute),
     (VariableBuilder, "__call__", _build),
+    (GuardBuilder, "DICT_KEYS_MATCH", _keys_in_order),
     (RandomVariable, "is_supported_random_obj", staticmethod(_is_traced)),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
 ]
+if _is_equal is not None:  # torch 2.15 asks keys, and guards all classes on the way to a base
+    kinds = UserDefinedClassVariable, UserDefinedObjectVariable
+    found = [(kind, vars(kind).get("get_source_by_walking_mro")) for kind in kinds]
+    REPLACED += [
+        (UserDefinedObjectVariable, "is_python_equal", _equals),
+        *((kind, walk.__name__, _found_in_base(walk)) for kind, walk in found if walk),
+    ]
 if not _KNOWS_NAMESPACES:
     UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
