@@ -69,6 +69,8 @@ from_functional: Callable[[Any], torch.Tensor] = torch._from_functional_tensor
 # Hooks on every module there is, which Dynamo traces and does not guard.
 _GLOBAL_HOOKS = [hooks for name, hooks in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(hooks, dict)]
 
+#: How Dynamo reads an attribute of a traced object; the second from torch 2.15 on.
+GETATTRS = ("var_getattr", "tp_getattro_impl")
 # fmt: on
 
 

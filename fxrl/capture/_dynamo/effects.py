@@ -36,6 +36,7 @@ from torch._dynamo.variables.misc import (
 from torch.utils.checkpoint import checkpoint_sequential
 
 from fxrl.capture._dynamo.ends import callers
+from fxrl.capture._torch import GETATTRS
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.scoped_hooks import LEVELS
@@ -45,8 +46,7 @@ _print = DebuggingVariable.call_function
 _ask_logger = LoggingLoggerVariable.call_method
 _register_hook = TensorVariable._method_register_hook
 _call_skipped = SkipFunctionVariable.call_function
-_GETATTRS = ("var_getattr", "tp_getattro_impl")  # the second from torch 2.15 on
-_GETATTR = next((name for name in _GETATTRS if name in vars(UserDefinedObjectVariable)), "")
+_GETATTR = next((name for name in GETATTRS if name in vars(UserDefinedObjectVariable)), "")
 _attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
 _PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
 

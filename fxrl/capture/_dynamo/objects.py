@@ -52,19 +52,14 @@ from torch._dynamo.variables.nn_module import (
 from torch._guards import Guard, Source
 from torch.utils.hooks import RemovableHandle
 
-from fxrl.capture._torch import global_hooks
+from fxrl.capture._torch import GETATTRS, global_hooks
 from fxrl.capture.repeated import again, has_read, kind_of_cache, only_again
 from fxrl.ir.graph import hint
 
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
 _call_module = UnspecializedNNModuleVariable.call_function
-# The second from torch 2.15 on.
-_GETATTR = next(
-    name
-    for name in ("var_getattr", "tp_getattro_impl")
-    if hasattr(UnspecializedNNModuleVariable, name)
-)
+_GETATTR = next(name for name in GETATTRS if hasattr(UnspecializedNNModuleVariable, name))
 _get_attribute: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
 _build_variable = VariableBuilder.__call__
 _tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator
