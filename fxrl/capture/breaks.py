@@ -23,6 +23,8 @@ from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.source import is_library, source_of_trace
 
 _EXPLANATION = re.compile(r"Explanation: (.+)")
+#: How Dynamo tells of a refusal by one of fxrl's own calls that it traces.
+_REFUSAL = re.compile(r"got Refusal\((['\"])(.+)\1\)")
 _BRANCHING = "data-dependent branching: Python decides by a tensor's value"
 #: Words of Dynamo's that name its own parts, and what they mean to who wrote the code.
 _PLAIN = {
@@ -118,7 +120,9 @@ def place_of(frames: Iterable[FrameSummary]) -> tuple[str, str]:
 
 
 def in_one_line(message: str) -> str:
-    """Dynamo's many lines as its title and explanation."""
+    """Dynamo's many lines as its title and explanation, or as the refusal that they are about."""
+    if refused := _REFUSAL.search(message):
+        return refused[2]
     title, *_ = message.strip().splitlines() or [""]
     known = next((plain for words, plain in _PLAIN.items() if words in title), None)
     if known is not None:
