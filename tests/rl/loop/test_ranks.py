@@ -137,7 +137,7 @@ def test_a_part_of_the_optimizer_goes_with_its_rank(cases):
     assert group["codes"] == [1, -9]
     told = group["said"][0]
     assert "the optimizer's states are on all ranks, of which one is gone" in told
-    assert "go on from the last checkpoint" in told
+    assert "what is left is the last checkpoint" in told
 
 
 def test_where_rank_0_is_killed_the_next_one_tells(cases):

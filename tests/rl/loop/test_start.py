@@ -134,7 +134,7 @@ def test_too_few_questions(config_file, capsys):
 def test_completions_beyond_the_models_positions_are_told_before_the_first_step(
     config_file, capsys
 ):
-    assert train(config_file, "sampling.max_tokens=1024") == 1
+    assert train(config_file, "sampling.max_tokens=1024") == 2
     told = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
     assert told.startswith("sampling.max_tokens=1024 behind the longest prompt, of ")
     longest = int(told.partition("longest prompt, of ")[2].split()[0])
