@@ -27,6 +27,7 @@ from fxrl.ir.graph import (
     MATRIX_PRODUCTS,
     RESHAPES,
     TRANSPOSES,
+    base_of,
     bound,
     equal_sizes,
     hint,
@@ -167,8 +168,11 @@ def _adapted(node: fx.Node) -> tuple[fx.Node, _LowRank] | None:
 
 
 def _is_narrow(total: fx.Node, own: object, delta: _LowRank) -> bool:
-    """Whether both summands have all of the sum's entries, and the factors have fewer."""
-    if not isinstance(own, fx.Node) or not isinstance(delta.scale, (int, float)):
+    """Whether both summands have all of the sum's entries, and the factors have fewer; and one is
+    given, as a weight is: activations are added to products, too."""
+    if not isinstance(own, fx.Node) or base_of(own).op != "placeholder":
+        return False
+    if not isinstance(delta.scale, (int, float)):
         return False
     sizes = shape_of(total)
     made = (*delta.left.sizes[:-1], delta.right.sizes[-1])

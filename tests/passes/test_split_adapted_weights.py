@@ -140,6 +140,7 @@ def test_matrices_of_a_stack(adapted):
         (lambda x, w, b, a: x @ torch.addmm(w, b, a, beta=2).T, ""),
         (lambda x, w, b, a: (v := w + b @ a) @ v.T, "read by more than products"),
         (lambda x, w, b, a: (w + b @ a).sum() * x, ""),
+        (lambda x, w, b, a: x @ (w.sin() + b @ a).T, ""),  # computed, as keys are
     ],
 )
 def test_what_stays(adapted, why):
