@@ -87,14 +87,15 @@ class BodyProfile:
         incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
         pairs = zip(traced.input_examples, region.inputs, strict=True)
         shared = [x for x, spec in pairs if spec.needs_grad and not spec.tiled]
-        wide = sum(measure(volume(x)) * sum_dtype(x.dtype, count).itemsize for x in shared)
-        results = sum(tensor_bytes(x, measure) for x in shared)
-        sums = wide if wide > results else 0  # else they are the results
+        results, sums = _summed(shared, count, measure)
         return replace(
             one,
             forward_s=count * one.forward_s,
             backward_s=count * one.backward_s,
-            backward_bytes=max(sums, wide - results + one.backward_bytes - incoming // count),
+            backward_bytes=max(
+                sums if sums > results else 0,  # else they are the results
+                sums - results + one.backward_bytes - incoming // count,
+            ),
             beside=True,
         )
 
@@ -129,11 +130,7 @@ class BodyProfile:
         incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
 
         def half(values: Sequence[Tensor], peak: int, seconds: float) -> tuple[int, float]:
-            results = sum(tensor_bytes(value, measure) for value in values)
-            sums = sum(
-                measure(volume(value)) * sum_dtype(value.dtype, region.groups).itemsize
-                for value in values
-            )
+            results, sums = _summed(values, region.groups, measure)
             added = (results + 2 * sums) / target.bandwidth
             return max(sums + peak - results, sums), region.groups * (seconds + added)
 
@@ -203,6 +200,13 @@ class BodyProfile:
         if is_call(call, again):
             return found.again_bytes, found.again_s
         return found.backward_bytes, found.backward_s
+
+
+def _summed(values: Sequence[Tensor], count: int, measure: Measure) -> tuple[int, int]:
+    """Bytes of what tiles or groups add up, as it is returned and as ``count`` of them sum it."""
+    results = sum(tensor_bytes(value, measure) for value in values)
+    wide = ((value, sum_dtype(value.dtype, count).itemsize) for value in values)
+    return results, sum(measure(volume(value)) * size for value, size in wide)
 
 
 class _Half:

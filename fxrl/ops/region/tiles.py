@@ -130,9 +130,9 @@ def backward_by_tiles(
     wanted = [(x, spec) for x, spec in pairs if spec.needs_grad]
     bounds = tile_bounds(_rows_of(kernels, inputs), tile, kernels.min_rows)
     sums = [accumulator(x, spec.tiled, len(bounds)) for x, spec in wanted]
-    places = [spec.tiled for _, spec in wanted]
+    tiled = [spec.tiled for _, spec in wanted]
     for start, stop in bounds:  # as in the forward, nothing of a tile outlives it
-        _add(sums, places, start, _backward_of_tile(kernels, inputs, grads, start, stop))
+        _add(sums, tiled, start, _backward_of_tile(kernels, inputs, grads, start, stop))
     return [total.to(x.dtype) for total, (x, _) in zip(sums, wanted, strict=True)]
 
 
