@@ -35,6 +35,7 @@ from fxrl.ir.graph import (
     nbytes,
     shape_of,
     spelled_alike,
+    swaps_last_dims,
     val_of,
     with_arguments,
 )
@@ -184,36 +185,24 @@ def _is_narrow(total: fx.Node, own: object, delta: _LowRank) -> bool:
 
 def _low_rank(node: Any) -> _LowRank | None:
     """``s * left @ right``, maybe transposed or under the shape that it has."""
+    given: Any = node.args if isinstance(node, fx.Node) else ()
     if is_call(node, aten.mm.default, aten.bmm.default):
-        left, right = node.args
-        return _LowRank(_Matrix(left), _Matrix(right))  # type: ignore[arg-type]
+        left, right = map(_Matrix, given)
+        return _LowRank(left, right)
     if is_call(node, *TRANSPOSES):
-        inner = _low_rank(node.args[0]) if _swaps_last(node) else None
+        inner = _low_rank(given[0]) if swaps_last_dims(node) else None
         return inner and inner.flipped
-    if is_call(node, *RESHAPES) and spelled_alike(shape_of(node), shape_of(node.args[0])):  # type: ignore[arg-type]
-        return _low_rank(node.args[0])
-    if is_call(node, aten.mul.Tensor) and not isinstance(node.args[1], fx.Node):
-        return _scaled(_low_rank(node.args[0]), node.args[1])
-    if is_call(node, aten.div.Tensor) and not isinstance(node.args[1], fx.Node):
-        return _scaled(_low_rank(node.args[0]), 1 / node.args[1])  # type: ignore[operator]
+    if is_call(node, *RESHAPES) and spelled_alike(shape_of(node), shape_of(given[0])):
+        return _low_rank(given[0])
+    if is_call(node, aten.mul.Tensor) and not isinstance(given[1], fx.Node):
+        return _scaled(_low_rank(given[0]), given[1])
+    if is_call(node, aten.div.Tensor) and not isinstance(given[1], fx.Node):
+        return _scaled(_low_rank(given[0]), 1 / given[1])
     return None
 
 
 def _scaled(delta: _LowRank | None, factor: Any) -> _LowRank | None:
     return delta and replace(delta, scale=delta.scale * factor)
-
-
-def _swaps_last(node: fx.Node) -> bool:
-    """Whether a call of ``TRANSPOSES`` swaps the last two dims and no others."""
-    rank = len(shape_of(node))
-    order = list(range(rank))
-    order[-2:] = order[:-3:-1]
-    if is_call(node, aten.permute.default):
-        return [dim % rank for dim in bound(node)["dims"]] == order
-    if is_call(node, aten.transpose.int):
-        given = bound(node)
-        return {given["dim0"] % rank, given["dim1"] % rank} == {rank - 2, rank - 1}
-    return rank == 2
 
 
 # ---------------------------------------------------------------------------- its readers
@@ -224,7 +213,7 @@ def _readers(weight: fx.Node) -> tuple[list[_Product], list[fx.Node]]:
     waiting: list[tuple[fx.Node, tuple[fx.Node, ...], bool]] = [(weight, (), False)]
     for node, picks, transposed in waiting:  # which grows meanwhile
         for user in node.users:
-            if is_call(user, *TRANSPOSES) and _swaps_last(user):
+            if swaps_last_dims(user):
                 waiting.append((user, picks, not transposed))
             elif _is_pick(user):
                 waiting.append((user, (*picks, user), transposed))

@@ -40,6 +40,7 @@ from fxrl.ir.graph import (
     op_name,
     reached,
     shape_of,
+    swaps_last_dims,
     val_of,
 )
 from fxrl.ir.remark import Refusal
@@ -135,16 +136,8 @@ def _source(matrix: fx.Node, dim: int) -> tuple[fx.Node, int]:
     """The matrix that this one is the transpose of, and its dim there."""
     while is_call(matrix, *TRANSPOSES) and len(shape_of(matrix)) == 2:
         source = as_node(matrix.args[0])
-        turned = is_call(matrix, aten.t.default) or _swaps(matrix)
-        matrix, dim = source, 1 - dim if turned else dim
+        matrix, dim = source, 1 - dim if swaps_last_dims(matrix) else dim
     return matrix, dim
-
-
-def _swaps(node: fx.Node) -> bool:
-    given = bound(node)
-    if "dims" in given:
-        return [dim % 2 for dim in given["dims"]] == [1, 0]
-    return bool((given["dim0"] - given["dim1"]) % 2)
 
 
 def _brought_together(found: SharedGraph, products: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

@@ -90,6 +90,26 @@ def is_view(node: object) -> bool:
     )
 
 
+def order_of_dims(node: fx.Node) -> list[int]:
+    """Of a call of ``TRANSPOSES``, for each dim which one of the operand's it is."""
+    given, rank = bound(node), len(shape_of(node))
+    order = list(range(rank))
+    if is_call(node, aten.permute.default):
+        return [dim % rank for dim in given["dims"]]
+    if is_call(node, aten.t.default):
+        return order[::-1]
+    first, second = given["dim0"] % rank, given["dim1"] % rank
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def swaps_last_dims(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is a call of ``TRANSPOSES`` that swaps the last two dims and no others."""
+    if not is_call(node, *TRANSPOSES) or (rank := len(shape_of(node))) < 2:
+        return False
+    return order_of_dims(node) == [*range(rank - 2), rank - 1, rank - 2]
+
+
 def skip_whole_slices(node: Any) -> Any:
     """What ``x[:]`` is taken of, however often."""
     while is_call(node, aten.slice.Tensor) and node.args[2:] == (0, 2**63 - 1):

@@ -33,6 +33,7 @@ from fxrl.ir.graph import (
     hint,
     is_call,
     op_name,
+    order_of_dims,
     shape_of,
     tensor_val,
     val_of,
@@ -156,7 +157,7 @@ def expand(rules: RowRules, node: fx.Node) -> RowValue:
 def permute(rules: RowRules, node: fx.Node) -> RowValue:
     """``permute``, ``transpose`` and ``t``."""
     value = sole_row(rules, node)
-    order = _order(node, len(value.tags))
+    order = order_of_dims(node)
     tags = tuple(value.tags[d] for d in order)
     tokens = [d for d in order if value.is_token(d)]
     locals_ = [d for d in order if not value.is_token(d)]
@@ -169,17 +170,6 @@ def permute(rules: RowRules, node: fx.Node) -> RowValue:
         inner = [0] + [1 + sorted(locals_).index(d) for d in locals_]
         expr = rules.pool.call(aten.permute.default, expr, inner)
     return RowValue(expr, tags, shape_of(node))
-
-
-def _order(node: fx.Node, rank: int) -> list[int]:
-    given, order = bound(node), list(range(rank))
-    if node.target is aten.permute.default:
-        return dims_of(given["dims"], rank)
-    if node.target is aten.t.default:
-        return order[::-1]
-    first, second = given["dim0"] % rank, given["dim1"] % rank
-    order[first], order[second] = order[second], order[first]
-    return order
 
 
 def reorder(rules: RowRules, node: fx.Node) -> Rows:
