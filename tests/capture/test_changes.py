@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config
 
 from fxrl.errors import FxrlError
 from fxrl.step import TrainStep, optimize
@@ -126,8 +127,20 @@ class Key:
         return hash(self.value)
 
 
+def written_and_read() -> float:
+    """A number by both of its names, before and behind what a step writes."""
+    first = settings.n_embd * settings.hidden_size
+    settings.hidden_size = settings.n_embd + 1
+    second = settings.n_embd * settings.hidden_size
+    settings.n_embd = settings.hidden_size - 1
+    return float(first + 10 * second)
+
+
 class Base:
     factor = 1.0
+
+
+settings = GPT2Config(n_embd=2)
 
 
 class Derived(Base):
@@ -146,6 +159,7 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
         lambda: Derived.order.move_to_end("a"),
     ),
     "a key": (lambda: {Key(3): 2.0}.get(Derived.key, 1.0), lambda: setattr(Derived, "key", Key(3))),
+    "a configuration": (written_and_read, lambda: setattr(settings, "n_embd", 5)),
     "a class's own": (lambda: Derived().factor, lambda: setattr(Derived, "factor", 5.0)),
 }
 

@@ -4,12 +4,14 @@ import gc
 import random
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import modeling_layers
 
 import fxrl
 from tests.capture.mixer import fixed
@@ -442,6 +444,57 @@ def test_layers_that_checkpoint_themselves_are_captured_once():
     step = optimized(model)
     check(step, model)
     assert once(step) == "4 layers were captured as 2"
+
+
+class CheckpointedAround(Layer):
+    """As layers of transformers were checkpointed up to 5.17: around their forward."""
+
+    gradient_checkpointing = False
+    _gradient_checkpointing_func = staticmethod(
+        partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    )
+
+    def __call__(self, *args, **kwargs):
+        if self.gradient_checkpointing and self.training:
+            call = partial(super().__call__, **kwargs)
+            return self._gradient_checkpointing_func(call, *args)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, x, bias=None, seen=None, use_cache=True):
+        return super().forward(x) * (2 if use_cache else 1)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_layers_that_are_checkpointed_around_are_captured_once(monkeypatch, trained, named):
+    """Switched on, off and on again; a hook is outside of it."""
+
+    class Model_(Model):
+        def body(self, x):
+            for layer in self.layers:
+                x = layer(x, seen=3, use_cache=False) if named else layer(x, None, 3)
+            return x
+
+    monkeypatch.setattr(modeling_layers, "GradientCheckpointingLayer", CheckpointedAround)
+    model = make(CheckpointedAround, Model_)
+    model.embed.requires_grad_(trained)
+    step = optimized(model)
+
+    def checkpointing(on):
+        for layer in model.layers:
+            layer.gradient_checkpointing = on
+        check(step, model)
+        calls = [str(node.target) for node in step.captures[-1].dynamo.graph.nodes]
+        told = step.captures[-1].report.remarks
+        taken_over = [r for r in told if r.pass_name == "open-layer-checkpoints"]
+        return sum("checkpoint" in target for target in calls), len(taken_over)
+
+    assert checkpointing(True) == (0, 4)  # in the graph that all layers share
+    assert checkpointing(False) == (0, 0)
+    checkpointing(True)
+    assert len(step.captures) == 2
+    model.layers[1].register_forward_hook(lambda module, args, out: out * 2)
+    assert checkpointing(True) == (1, 4)  # this one as it is called
 
 
 class Gated(Layer):

@@ -21,7 +21,6 @@ from torch._dynamo.variables import (
     SymNodeVariable,
     TensorVariable,
     TupleVariable,
-    UserDefinedObjectVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -29,25 +28,20 @@ from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMeth
 from torch._dynamo.variables.lists import ListVariable, SizeVariable
 from torch._dynamo.variables.misc import (
     DebuggingVariable,
-    IgnoredFunctionVariable,
     LoggingLoggerVariable,
     StringFormatVariable,
 )
 from torch.utils.checkpoint import checkpoint_sequential
 
 from fxrl.capture._dynamo.ends import callers
-from fxrl.capture._torch import GETATTRS
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
-from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.capture.segments import in_segments
 
 _print = DebuggingVariable.call_function
 _ask_logger = LoggingLoggerVariable.call_method
 _register_hook = TensorVariable._method_register_hook
 _call_skipped = SkipFunctionVariable.call_function
-_GETATTR = next((name for name in GETATTRS if name in vars(UserDefinedObjectVariable)), "")
-_attribute: Any = getattr(UserDefinedObjectVariable, _GETATTR, None)
 _PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
 
 
@@ -118,21 +112,6 @@ def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
     return ConstantVariable.create(getattr(logger, name)(*given))
 
 
-def _attribute_of(self: Any, tx: Any, name: str) -> Any:
-    """A ``LoggerAdapter``'s log methods are its logger's, which are left out; keys are attributes
-    where a dictionary's class says so: ``__getattr__ = dict.__getitem__``."""
-    if isinstance(self.value, logging.LoggerAdapter) and name.startswith(LEVELS):
-        method = getattr(self.value, name)
-        if callable(method):
-            return IgnoredFunctionVariable(method)
-    kind = type(self.value)
-    found: Any = getattr(kind, "__getattr__", None)
-    is_key = found in (dict.__getitem__, dict.get) and not hasattr(kind, name)
-    if is_key and name not in vars(self.value):
-        return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
-    return _attribute(self, tx, name)
-
-
 def _hooked(self: Any, tx: Any, name: str, hook: Any) -> Any:
     """A hook that looks away from its gradient is hung on the loss, by code behind the graph."""
     ignored = tx.next_instruction.opname == "POP_TOP"  # the handle, which would remove the hook
@@ -177,5 +156,3 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "_method_register_hook", _hooked),
     (SkipFunctionVariable, "call_function", _skipped),
 ]
-if _GETATTR:
-    REPLACED.append((UserDefinedObjectVariable, _GETATTR, _attribute_of))

@@ -13,6 +13,7 @@ and does not guard is guarded: that two objects are apart, zero's sign, the orde
 from __future__ import annotations
 
 import dis
+import logging
 import operator
 import sys
 from collections import OrderedDict
@@ -43,7 +44,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.misc import RandomVariable
+from torch._dynamo.variables.misc import IgnoredFunctionVariable, RandomVariable
 from torch._dynamo.variables.nn_module import (
     record_nn_module_stack,
     unpatched_nn_module_call,
@@ -53,14 +54,16 @@ from torch._guards import Guard, Source
 from torch.utils.hooks import RemovableHandle
 
 from fxrl.capture._torch import GETATTRS, global_hooks
-from fxrl.capture.repeated import again, has_read, kind_of_cache, only_again
+from fxrl.capture.repeated import again, has_read, kind_of_cache, marked
+from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.ir.graph import hint
 
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
 _call_module = UnspecializedNNModuleVariable.call_function
 _GETATTR = next(name for name in GETATTRS if hasattr(UnspecializedNNModuleVariable, name))
-_get_attribute: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
+_attribute_of_module: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
+_attribute_of_object: Any = vars(UserDefinedObjectVariable).get(_GETATTR)
 _build_variable = VariableBuilder.__call__
 _tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator
 _is_equal: Any = getattr(UserDefinedObjectVariable, "is_python_equal", None)  # None from 2.15 on
@@ -68,7 +71,6 @@ _NOT_IN = getattr(  # torch 2.11: one guard says both
     GuardBuilder, "DICT_NOT_CONTAINS", partial(GuardBuilder.DICT_CONTAINS, invert=True)
 )
 _keys_match = GuardBuilder.DICT_KEYS_MATCH
-_AROUND = unpatched_nn_module_call, unpatched_nn_module_call_impl
 # Torch 2.15 does.
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
 
@@ -122,9 +124,43 @@ def _guard(code: Callable[..., str], source: Source, *others: Source) -> None:
 _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjectVariable
 
 
-def _attribute(self: Any, tx: Any, name: str) -> Any:
+def _module_attribute(self: Any, tx: Any, name: str) -> Any:
     has_read(self.value)
-    return _get_attribute(self, tx, name)
+    return _attribute_of_module(self, tx, name)
+
+
+def _object_attribute(self: Any, tx: Any, name: str) -> Any:
+    """A ``LoggerAdapter``'s log methods are its logger's, which are left out; keys are attributes
+    where a dictionary's class says so: ``__getattr__ = dict.__getitem__``; what a model's
+    configuration says is asked once."""
+    if isinstance(self.value, logging.LoggerAdapter) and name.startswith(LEVELS):
+        method = getattr(self.value, name)
+        if callable(method):
+            return IgnoredFunctionVariable(method)
+    kind = type(self.value)
+    found: Any = getattr(kind, "__getattr__", None)
+    is_key = found in (dict.__getitem__, dict.get) and not hasattr(kind, name)
+    if is_key and name not in vars(self.value):
+        return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
+    if not isinstance(self.value, _kind_of_configuration()):
+        return _attribute_of_object(self, tx, name)
+    return _said_by_configuration(self, tx, name)
+
+
+def _said_by_configuration(self: Any, tx: Any, name: str) -> Any:
+    """Its ``__getattribute__`` is 80 instructions for what each layer asks again. It looks at the
+    configuration alone, so that the answer is the same until the step writes into that."""
+    if tx.output.side_effects.has_pending_mutation(self):
+        return _attribute_of_object(self, tx, name)
+    said = vars(tx.output).setdefault("_said_by_configurations", {})
+    if (id(self.value), name) not in said:
+        said[id(self.value), name] = _attribute_of_object(self, tx, name)
+    return said[id(self.value), name]
+
+
+def _kind_of_configuration() -> Any:
+    found = sys.modules.get("transformers.configuration_utils")
+    return getattr(found, "PreTrainedConfig", getattr(found, "PretrainedConfig", ()))
 
 
 def _build(self: Any, value: Any) -> Any:
@@ -278,17 +314,44 @@ _BY_CLASS = {
 def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A layer that equals an earlier one is one call of the graph, while it has its place. What a
     module does around its forward is nothing without hooks, which are watched, and tracing it takes
-    4 ms a layer."""
-    token = only_again(self.value) if self.source and not global_hooks() else None
-    around = type(self.value).__call__, type(self.value)._call_impl
-    if token is None or around != _AROUND or any(map(_is_cache, kwargs.values())):
+    4 ms a layer; checkpointing that stands there is traced as a part of the layer."""
+    layer = marked(self.value) if self.source and not global_hooks() else None
+    around, checkpointed = _around_forward(self.value)
+    cached = any(map(_is_cache, kwargs.values()))
+    cached |= checkpointed and "use_cache" in kwargs and not _is_off(kwargs["use_cache"])
+    if layer is None or around or cached or (layer.first is layer and not checkpointed):
         return _call_module(self, tx, args, kwargs)
-    named = {ConstantVariable.create(name): value for name, value in kwargs.items()}
-    given = [ConstantVariable.create(token), TupleVariable([*args]), ConstDictVariable(named)]
-    install_guard(AttrSource(self.source, "forward").make_guard(GuardBuilder.ID_MATCH))
     place = str(id(self.value)), self.get_nn_module_stack_source(), tx, self.value
+    forward = AttrSource(self.source, "forward")
     with record_nn_module_stack(*place):
+        if layer.first is layer:
+            first = VariableBuilder(tx, AttrSource(forward, "checkpointed"))
+            return first(self.value.forward.checkpointed).call_function(tx, args, kwargs)
+        install_guard(forward.make_guard(GuardBuilder.ID_MATCH))
+        named = {ConstantVariable.create(name): value for name, value in kwargs.items()}
+        token = ConstantVariable.create(layer.token)
+        given = [token, TupleVariable([*args]), ConstDictVariable(named)]
         return TorchInGraphFunctionVariable(again).call_function(tx, given, {})
+
+
+def _around_forward(layer: Any) -> tuple[bool, bool]:
+    """Whether the class of a layer does something around its forward, other than checkpointing it;
+    whether it does that (layers of transformers, up to 5.17)."""
+    call, implementation = type(layer).__call__, type(layer)._call_impl
+    if implementation is not unpatched_nn_module_call_impl:
+        return True, False
+    if call is unpatched_nn_module_call:
+        return False, False
+    layers = sys.modules.get("transformers.modeling_layers")
+    if call is not getattr(layers, "GradientCheckpointingLayer", torch.nn.Module).__call__:
+        return True, False
+    checkpointed = layer.gradient_checkpointing and layer.training
+    return getattr(layer, "_can_checkpoint_with_cache", False), checkpointed
+
+
+def _is_off(value: Any) -> bool:
+    known = value.realize()
+    return known.is_python_constant() and not known.as_python_constant()
 
 
 def _is_cache(value: Any) -> bool:
@@ -317,7 +380,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
-    (UnspecializedNNModuleVariable, _GETATTR, _attribute),
+    (UnspecializedNNModuleVariable, _GETATTR, _module_attribute),
     (VariableBuilder, "__call__", _build),
     (GuardBuilder, "DICT_KEYS_MATCH", _keys_in_order),
     (RandomVariable, "is_supported_random_obj", staticmethod(_is_traced)),
@@ -330,5 +393,7 @@ if _is_equal is not None:  # torch 2.15 asks keys, and guards all classes on the
         (UserDefinedObjectVariable, "is_python_equal", _equals),
         *((kind, walk.__name__, _found_in_base(walk)) for kind, walk in found if walk),
     ]
+if _attribute_of_object is not None:
+    REPLACED.append((UserDefinedObjectVariable, _GETATTR, _object_attribute))
 if not _KNOWS_NAMESPACES:
     UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
