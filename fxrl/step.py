@@ -109,6 +109,12 @@ class TrainStep:
             check_same("weights", signs_of_weights(self.model), ranks)
         check_same("batches", signs_of_batch(batch), ranks)
 
+    def __getattr__(self, name: str) -> Any:
+        why = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_") and hasattr(nn.Module, name):
+            why += f": a step is no module, its model is one: step.model.{name}"
+        raise AttributeError(why, name=name, obj=self)
+
     def __repr__(self) -> str:
         loss = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__qualname__)
         model, captures = type(self._model).__qualname__, len(self.captures)

@@ -32,6 +32,7 @@ from fxrl.ir.graph import (
     equal_sizes,
     hint,
     is_call,
+    is_grouped_product,
     nbytes,
     shape_of,
     spelled_alike,
@@ -47,8 +48,6 @@ aten = torch.ops.aten
 
 _ADDS = (aten.add.Tensor, aten.sub.Tensor)
 _SUMS = (aten.addmm.default, aten.baddbmm.default)
-#: Products of rows with the matrix of their group, by name: transformers defines one of its own.
-_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 _ALIGNED = 16  # bytes; what ``_grouped_mm`` asks of the distance between rows
 
 
@@ -242,7 +241,7 @@ def _is_pick(node: fx.Node) -> bool:
 
 def _operands(node: fx.Node) -> tuple[str, str] | None:
     """The names of a product's rows and of its weight, unless it reads one for both."""
-    if str(node.target) in _GROUPED:
+    if is_grouped_product(node):
         first, second, *_ = bound(node)
     elif is_call(node, *MATRIX_PRODUCTS):
         first, second = ("mat1", "mat2") if is_call(node, aten.addmm.default) else ("self", "mat2")
@@ -257,7 +256,7 @@ def _operands(node: fx.Node) -> tuple[str, str] | None:
 
 # ---------------------------------------------------------------------------- the split
 def _check_alignment(product: fx.Node, delta: _LowRank) -> None:
-    if str(product.target) == _GROUPED[0]:
+    if is_call(product, aten._grouped_mm.default):
         entry = val_of(product).itemsize
         if delta.rank * entry % _ALIGNED:
             raise Refusal(
@@ -288,7 +287,7 @@ def _times(builder: Builder, product: _Product, rows: fx.Node, matrix: _Matrix) 
     node, weight = product.node, _read(builder, product, matrix)
     if is_call(node, *MATRIX_PRODUCTS):
         return builder.call(aten.mm.default, rows, weight)
-    if str(node.target) in _GROUPED:
+    if is_grouped_product(node):
         weight = _dense(builder, weight)
     changed: dict[str, Any] = {product.rows: rows, product.weight: weight}
     if bound(node).get("bias") is not None:

@@ -78,6 +78,15 @@ def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def is_grouped_product(node: object) -> bool:
+    """Whether ``node`` multiplies rows by the matrix of their group (experts): torch's op, or one
+    of those by this name that libraries define for what torch's does not take."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    name = str(node.target)
+    return "grouped_mm" in name and "scaled" not in name  # that reads values in FP8
+
+
 def is_view(node: object) -> bool:
     """Whether ``node`` only looks at its operand's memory (or may)."""
     if is_call(node, operator.getitem):

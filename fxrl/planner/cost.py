@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from fxrl.ir.graph import bound, shape_of, val_of
+from fxrl.ir.graph import bound, is_grouped_product, shape_of, val_of
 from fxrl.planner.memory_profile import exchanged_bytes, nbytes
 from fxrl.planner.schedule import (
     Kernel,
@@ -21,7 +21,6 @@ from fxrl.planner.schedule import (
     is_attention,
     is_backward,
     is_exchange,
-    is_grouped,
     is_matrix_product,
     is_scaled,
     shared_weight,
@@ -96,7 +95,7 @@ def product_flops(call: fx.Node, measure: Measure) -> int:
     given = bound(call)
     left = next(given[name] for name in _ROWS if name in given)
     made, inner = shape_of(call), shape_of(left)[-1]
-    if is_grouped(call) and len(made) > len(shape_of(left)):
+    if is_grouped_product(call) and len(made) > len(shape_of(left)):
         made = made[1:]
     return 2 * prod(map(measure, made)) * measure(inner)
 

@@ -32,6 +32,7 @@ from fxrl.ir.graph import (
     base_of,
     bound,
     is_call,
+    is_grouped_product,
     is_loss_head,
     is_piecewise_product,
     is_view,
@@ -111,14 +112,9 @@ def is_exchange(call: fx.Node) -> bool:
     return str(call.target) in EXCHANGES
 
 
-def is_grouped(call: fx.Node) -> bool:
-    """Whether a call multiplies rows by the matrix of their group (experts)."""
-    return "grouped_mm" in str(call.target)
-
-
 def is_matrix_product(call: fx.Node) -> bool:
     """Whether a call is a product in the dtype of its rows."""
-    return call.target in PRODUCTS or is_grouped(call) or is_piecewise_product(call)
+    return call.target in PRODUCTS or is_grouped_product(call) or is_piecewise_product(call)
 
 
 class SharedWeight(NamedTuple):

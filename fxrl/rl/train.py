@@ -84,9 +84,8 @@ def main(
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if str(getattr(error, "teller", 0)) == rank != "0":  # those before it are gone
                 console, errors = Console(file=sys.__stdout__), Console(file=sys.__stderr__)
-            if json and getattr(console.file, "lost", False):  # nobody reads it there any more
-                _tell_error(error, errors, json=False, traceback=traceback)
-            _tell_error(error, console if json else errors, json=json, traceback=traceback)
+            read = json and not getattr(console.file, "lost", False)
+            _tell_error(error, console if read else errors, json=read, traceback=traceback)
             if isinstance(error, KeyboardInterrupt):
                 return error.exit_code if isinstance(error, Terminated) else INTERRUPTED
             if isinstance(error, ConfigError):

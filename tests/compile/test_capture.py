@@ -119,6 +119,9 @@ def test_a_batch_that_is_none_costs_the_next_one_nothing(wrong, begun):
     step(batch_of(3, 9)).backward()
     assert [capture.running for capture in step.captures] == [True]
     assert repr(step) == "<TrainStep of entropy_loss over Lm, captures: 1>"
+    with pytest.raises(AttributeError, match="a step is no module, its model is one: step"):
+        step.state_dict()
+    assert not hasattr(step, "anything_else")
 
 
 def test_a_record_holds_every_stage():

@@ -24,6 +24,7 @@ from fxrl.ir.graph import (
     base_of,
     hint,
     is_call,
+    is_grouped_product,
     is_pointwise,
     is_quantized_product,
     is_tensor,
@@ -159,7 +160,7 @@ def _is_layer(node: fx.Node) -> bool:
     name = str(node.target)
     if name.startswith(_NO_LAYERS):
         return False
-    return "attention" in name or "grouped_mm" in name or name.startswith("fxrl.")
+    return "attention" in name or is_grouped_product(node) or name.startswith("fxrl.")
 
 
 def _is_opaque(node: fx.Node) -> bool:
