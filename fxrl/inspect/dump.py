@@ -8,7 +8,7 @@
         regions/<id>/forward.txt, vjp.txt, generated/...
         aot/forward.py, backward.py
         report.txt, report.jsonl
-    depyf/                      Dynamo's bytecode, decompiled
+    bytecode/                   Dynamo's, decompiled; disassembled where depyf cannot
     fxrl-dump.json              which files are fxrl's
 
 NOTE [Why a list of our own files]
@@ -20,6 +20,7 @@ are; what it does not list belongs to someone else and is neither removed nor ov
 from __future__ import annotations
 
 import difflib
+import dis
 import json
 import re
 import tempfile
@@ -175,7 +176,7 @@ def write_dump(
         directory: made if it does not exist; files of an earlier dump in it are replaced,
             files of others stay as they are.
         functions: functions that ran under ``torch.compile``, whose Dynamo bytecode is
-            decompiled. Where depyf is missing or fails, the index says so.
+            decompiled. Where depyf is missing or fails, it is disassembled, and the index says why.
 
     Raises:
         DumpError: ``directory`` is a file or cannot be written, its list of files is damaged, or a
@@ -184,15 +185,14 @@ def write_dump(
         ForeignFileError: one of its files is reached through a link; nothing is written.
     """
     root = Path(directory)
-    depyf: dict[str, str] = {}
-    notes: list[str] = []
+    bytecode: dict[str, str] = {}
+    notes: dict[str, None] = {}
     for function in functions:
-        try:
-            depyf |= decompile_dynamo(function)
-        except (MissingPackageError, DecompileError) as error:
-            notes.append(str(error))
+        texts, reasons = dynamo_bytecode(function)
+        bytecode |= texts
+        notes |= dict.fromkeys(reasons)
     try:
-        _write(root, render(records, report, depyf=depyf, notes=list(dict.fromkeys(notes))))
+        _write(root, render(records, report, bytecode=bytecode, notes=[*notes]))
     except DumpError:
         raise
     except OSError as error:
@@ -207,11 +207,11 @@ def render(
     records: Sequence[CaptureRecord],
     report: Report,
     *,
-    depyf: Mapping[str, str],
+    bytecode: Mapping[str, str],
     notes: Sequence[str] = (),
 ) -> dict[str, str]:
-    """The files of a dump, path with ``/`` -> text; touches no disk and no clock. ``depyf`` maps
-    names of files to decompiled source, ``notes`` tell in the index why something is missing."""
+    """The files of a dump, path with ``/`` -> text; touches no disk and no clock. ``bytecode``
+    maps names of files to what is shown of it, ``notes`` tell in the index why it is not source."""
     files = _Files()
     parts = ["# What fxrl did", _summary(records, report)]
     if not records:
@@ -219,9 +219,9 @@ def render(
     else:
         parts.append(_HOW_TO_READ)
     parts += [_capture(files, record) for record in records]
-    decompiled = [files.add("depyf", name, text) for name, text in sorted(depyf.items())]
-    told = _bullets([*map(_link, decompiled), *notes], "not part of this dump")
-    parts.append(f"## Dynamo's bytecode, decompiled\n\n{told}")
+    shown = [files.add("bytecode", name, text) for name, text in sorted(bytecode.items())]
+    told = _bullets([*map(_link, shown), *notes], "not part of this dump")
+    parts.append(f"## Dynamo's bytecode\n\n{told}")
     _report(files, "", report)
     files.add("", "index.md", "\n\n".join(parts))
     return files.texts
@@ -411,8 +411,9 @@ def _remove(root: Path, path: str) -> None:
         folder.rmdir()
 
 
-# Dynamo ends the names of compiled functions in a fresh UUID, which would spoil every diff.
-_UUID = re.compile(r"_[0-9a-f]{8}(?:_[0-9a-f]{4}){3}_[0-9a-f]{12}")
+# The UUIDs that Dynamo ends the names of compiled functions in, and addresses: both are others each
+# time, and would spoil every diff.
+_FRESH = re.compile(r"_[0-9a-f]{8}(?:_[0-9a-f]{4}){3}_[0-9a-f]{12}| at 0x[0-9a-f]+")
 _RESUME = "__resume_at_"
 
 
@@ -431,17 +432,19 @@ def decompile(code: CodeType) -> str:
             f"depyf cannot decompile {code.co_name}: {type(error).__name__}: {error}; "
             "cure: a depyf release that knows this Python version"
         ) from error
-    return _UUID.sub("", source).rstrip("\n") + "\n"
+    return _FRESH.sub("", source).rstrip("\n") + "\n"
 
 
-def decompile_dynamo(function: Callable[..., Any]) -> dict[str, str]:
-    """What Dynamo made of a function that ran under ``torch.compile``: file name -> source. Raises
-    as ``decompile`` does.
+def dynamo_bytecode(function: Callable[..., Any]) -> tuple[dict[str, str], list[str]]:
+    """What Dynamo made of a function that ran under ``torch.compile``: file name -> text, and why
+    some of it is no source.
 
     One file per compiled variant of ``function`` (``loss_fn.0.py``, ...) and of each function that
-    resumes after a graph break; none if Dynamo compiled nothing of it.
+    resumes after a graph break; none if Dynamo compiled nothing of it. What cannot be decompiled is
+    disassembled: ``loss_fn.0.dis``.
     """
-    sources: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    reasons: list[str] = []
     todo = [_plain(function)]
     seen: set[CodeType] = set()
     while todo:
@@ -451,11 +454,16 @@ def decompile_dynamo(function: Callable[..., Any]) -> dict[str, str]:
             continue
         seen.add(code)
         for index, entry in enumerate(cache_entries(code)):
-            sources[f"{code.co_name.strip('<>')}.{index}.py"] = decompile(entry.code)
+            name = f"{code.co_name.strip('<>')}.{index}"
+            try:
+                texts[f"{name}.py"] = decompile(entry.code)
+            except (MissingPackageError, DecompileError) as error:
+                reasons.append(str(error))
+                texts[f"{name}.dis"] = _FRESH.sub("", dis.Bytecode(entry.code).dis())
             scope = current.__globals__
             resumed = (n for n in entry.code.co_names if n.startswith(_RESUME) and n in scope)
             todo += [_plain(scope[name]) for name in resumed]
-    return sources
+    return texts, reasons
 
 
 def _plain(function: Any) -> FunctionType:

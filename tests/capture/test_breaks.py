@@ -318,7 +318,7 @@ def _ended(x: Tensor) -> Tensor:
 
 
 class Asked:
-    """What its methods return is not what Python makes of it."""
+    """What its methods return is not what Python makes of it, but for an item."""
 
     def __init__(self, loss: Tensor) -> None:
         self.loss = _ended(loss)
@@ -326,6 +326,10 @@ class Asked:
     def __contains__(self, number: int) -> bool:
         torch._dynamo.graph_break()
         return number == 3
+
+    def __getitem__(self, number: int) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.loss * number
 
 
 def _last(number: int) -> int:
@@ -342,13 +346,17 @@ def not_among(loss: Tensor) -> Tensor:
     return asked.loss * (2 if 3 not in asked else 5)
 
 
+def subscripted(loss: Tensor) -> Tensor:
+    return Asked(loss)[2] + loss  # here it is what Python makes of it
+
+
 def in_order(loss: Tensor) -> Tensor:
     numbers = [1, 3, 2]
     numbers.sort(key=_last)
     return loss * numbers[0] + sorted([1, 4, 2], key=_last)[0]
 
 
-@pytest.mark.parametrize("ask", [made, not_among, in_order])
+@pytest.mark.parametrize("ask", [made, not_among, subscripted, in_order])
 def test_a_break_where_python_makes_something_else_of_the_result(ask: Any) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         return ask(policy_loss(model, batch))

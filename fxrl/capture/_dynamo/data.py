@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
     ConstantVariable,
     NumpyVariable,
@@ -31,6 +32,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.misc import NullVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from fxrl.capture._torch import dynamo_config
@@ -38,7 +40,15 @@ from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rounds, counted_rows
 
-_JUMPS = [name for name in dis.opmap if "JUMP" in name and re.search("IF_(TRUE|FALSE)", name)]
+_JUMPS = [  # without those of Python's that Dynamo never meets: a compiler's, a debugger's
+    name
+    for name in dis.opmap
+    if re.search("JUMP.*IF_(TRUE|FALSE)", name) and hasattr(InstructionTranslator, name)
+]
+# ``a[b]``: an instruction of its own, or one of BINARY_OP's from Python 3.14 on.
+_SUBSCRIPT = next(
+    one for one in dis.get_instructions(compile("a[b]", "", "eval")) if "BINARY" in one.opname
+)
 _ENDS = {
     code
     for name, code in dis.opmap.items()
@@ -143,8 +153,15 @@ def _user_line() -> str:
     return place_of(torch._guards.TracingContext.extract_stack())[0]
 
 
+def is_subscript(instruction: Any) -> bool:
+    return (instruction.opcode, instruction.arg) == (_SUBSCRIPT.opcode, _SUBSCRIPT.arg)
+
+
 def _subscript(translator: Any, instruction: Any) -> None:
     """``x[index]`` with a tensor of one integer: Python reads the number, and so does the graph."""
+    if not is_subscript(instruction):
+        getattr(translator, instruction.opname)(instruction)
+        return
     indexed, index = (value.realize() for value in translator.stack[-2:])
     if (
         all(isinstance(value, TensorVariable) for value in (indexed, index))
@@ -170,8 +187,9 @@ def _is_looped_over(translator: Any, indexed: Any, index: Any) -> bool:
         return False
     if not isinstance(index, SliceVariable) or not index.is_python_constant():
         return False
-    below = (value.realize() for value in translator.stack[-3:-2])
-    called = [value.as_python_constant() for value in below if value.is_python_constant()]
+    # Python puts a null before what is called, and behind it from 3.13 on.
+    below = [one.realize() for one in translator.stack[-4:-2] if not isinstance(one, NullVariable)]
+    called = [one.as_python_constant() for one in below[-1:] if one.is_python_constant()]
     return translator.next_instruction.opname == "GET_ITER" or called == [enumerate]
 
 
@@ -394,9 +412,7 @@ def _methods(own: dict[str, Callable[..., Any]]) -> list[tuple[Any, str, Any]]:
     return [(TensorVariable, "tp_methods", _TABLE | {n: entry(f) for n, f in own.items()})]
 
 
-HANDLERS = {dis.opmap[name]: _jump(name) for name in _JUMPS}
-if "BINARY_SUBSCR" in dis.opmap:  # a case of BINARY_OP from Python 3.14 on
-    HANDLERS[dis.opmap["BINARY_SUBSCR"]] = _subscript
+HANDLERS = {dis.opmap[name]: _jump(name) for name in _JUMPS} | {_SUBSCRIPT.opcode: _subscript}
 REPLACED: list[tuple[Any, str, Any]] = [
     *_methods({"tolist": _listed, "split": _split, "chunk": _chunk}),
     (TensorVariable, "unpack_var_sequence", _unpacked),

@@ -24,6 +24,8 @@ from torch._dynamo.variables import (
     UserDefinedClassVariable,
 )
 
+from fxrl.capture._dynamo.data import is_subscript
+
 _tracer: Any = torch._dynamo.symbolic_convert
 _end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
@@ -78,9 +80,9 @@ def _is_result(caller: Any) -> bool:
     a key), nor where an operator turns it into something else: ``x not in mine``. Dynamo would go
     on with it all the same.
     """
-    name, called = caller.current_instruction.opname, getattr(caller, "called", None)
-    if not name.startswith("CALL"):
-        return name in ("LOAD_ATTR", "LOAD_METHOD", "BINARY_SUBSCR")
+    instruction, called = caller.current_instruction, getattr(caller, "called", None)
+    if not instruction.opname.startswith("CALL"):
+        return instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") or is_subscript(instruction)
     called = called.realize() if called is not None else None
     builtin = type(called).__name__.endswith("BuiltinVariable")  # torch 2.13 has one for list alone
     of_list = isinstance(called, GetAttrVariable) and isinstance(called.obj, ListVariable)

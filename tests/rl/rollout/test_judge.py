@@ -149,4 +149,5 @@ def test_an_abandoned_judge_is_waited_for_and_calls_no_more():
     gate.set()
     judge._worker.result(5)
     assert len(calls) == 1
+    judge._worker._thread.join(5)  # its result is there a moment before it ends
     assert not judge._worker._thread.is_alive()
