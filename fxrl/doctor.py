@@ -163,7 +163,7 @@ def _features(
         "loss head for Hopper": _hopper(gpu, smoke),
         "activations in host memory": _offload(gpu, smoke),
         "train, fetch-model and models by id": _needs(packages, demo),
-        "decompiled Dynamo code in dumps": _needs(packages, ["depyf"]),
+        "decompiled Dynamo code in dumps": _decompiled(packages),
         "rollouts with vLLM": _vllm(packages, gpu is not None),
         "FP8 base weights": fp8,
     }
@@ -197,6 +197,12 @@ def _needs(packages: dict[str, Check], wanted: list[str]) -> Check:
     names = ", ".join(f"{c.name} ({c.status})" for c in bad)
     specs = " ".join(f"'{c.name}{REQUIREMENTS[c.name][1]}'" for c in bad)
     return Check("", "missing", names, f"pip install {specs}")
+
+
+def _decompiled(packages: dict[str, Check]) -> Check:
+    if sys.version_info >= (3, 12):
+        return Check("", "not here", "depyf reads Python 3.11's at most; they have it disassembled")
+    return _needs(packages, ["depyf"])
 
 
 def _cpu(packages: dict[str, Check], core: list[str], smoke: bool) -> Check:
