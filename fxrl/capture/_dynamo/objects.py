@@ -148,9 +148,10 @@ def _object_attribute(self: Any, tx: Any, name: str) -> Any:
 
 
 def _said_by_configuration(self: Any, tx: Any, name: str) -> Any:
-    """Its ``__getattribute__`` is 80 instructions for what each layer asks again. It looks at the
-    configuration alone, so that the answer is the same until the step writes into that."""
-    if tx.output.side_effects.has_pending_mutation(self):
+    """Its ``__getattribute__`` is 80 instructions for what each layer asks again. It looks at
+    configurations alone, so that the answer is the same until the step writes into one."""
+    written = (getattr(one, "value", None) for one in tx.output.side_effects.store_attr_mutations)
+    if any(isinstance(value, _kind_of_configuration()) for value in written):
         return _attribute_of_object(self, tx, name)
     said = vars(tx.output).setdefault("_said_by_configurations", {})
     if (id(self.value), name) not in said:
