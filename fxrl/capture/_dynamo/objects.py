@@ -317,10 +317,11 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     module does around its forward is nothing without hooks, which are watched, and tracing it takes
     4 ms a layer; checkpointing that stands there is traced as a part of the layer."""
     layer = marked(self.value) if self.source and not global_hooks() else None
+    if layer is None:
+        return _call_module(self, tx, args, kwargs)
     around, checkpointed = _around_forward(self.value)
-    cached = any(map(_is_cache, kwargs.values()))
-    cached |= checkpointed and "use_cache" in kwargs and not _is_off(kwargs["use_cache"])
-    if layer is None or around or cached or (layer.first is layer and not checkpointed):
+    traced = around or (layer.first is layer and not checkpointed)
+    if traced or _keeps_cache(kwargs, checkpointed):
         return _call_module(self, tx, args, kwargs)
     place = str(id(self.value)), self.get_nn_module_stack_source(), tx, self.value
     forward = AttrSource(self.source, "forward")
@@ -350,14 +351,13 @@ def _around_forward(layer: Any) -> tuple[bool, bool]:
     return getattr(layer, "_can_checkpoint_with_cache", False), checkpointed
 
 
-def _is_off(value: Any) -> bool:
-    known = value.realize()
-    return known.is_python_constant() and not known.as_python_constant()
-
-
-def _is_cache(value: Any) -> bool:
-    known = value.realize()
-    return isinstance(known, UserDefinedObjectVariable) and isinstance(known.value, kind_of_cache())
+def _keeps_cache(kwargs: dict[str, Any], checkpointed: bool) -> bool:
+    """Whether a layer is given a cache; under a checkpoint, whether it is told to keep one, too."""
+    values = {name: value.realize() for name, value in kwargs.items()}
+    told = values.get("use_cache") if checkpointed else None
+    asked = told is not None and (not told.is_python_constant() or told.as_python_constant())
+    objects = (one.value for one in values.values() if isinstance(one, UserDefinedObjectVariable))
+    return asked or any(isinstance(value, kind_of_cache()) for value in objects)
 
 
 def _is_traced(generator: object) -> bool:
