@@ -87,6 +87,7 @@ class Backend(Protocol):
 
     captures: list[Any]
     only_explain: bool
+    model: nn.Module | None  # whose modules' names its sites have
     held: Mapping[str, str]  # the names of what the loss function holds (``names_held``)
 
     def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]: ...
@@ -106,7 +107,7 @@ class CapturedLoss:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], backend: Backend) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._backend = backend
-        backend.held = names_held(loss_fn)
+        backend.model, backend.held = model, names_held(loss_fn)
         found = weakref.ref(backend)
 
         def weak_backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
