@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -439,6 +440,24 @@ def test_a_break_that_costs_nothing_is_a_fact() -> None:
     assert fused(step)
     (fact,) = [r for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
     assert "graph_break" in fact.reason
+
+
+SIGNATURE = inspect.signature(policy_loss)
+
+
+def test_arguments_that_python_binds_behind_a_write_into_a_dictionary() -> None:
+    """By parameters behind a proxy, which might be of the dictionary: the graph ends, but where
+    what is left can be captured."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        batch["more"] = 1
+        given = SIGNATURE.bind(model, batch)
+        return policy_loss(*given.args)
+
+    model = make_model()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
+    assert fused(step)
 
 
 def test_a_builtin_that_breaks_is_a_fact_and_no_warning(
