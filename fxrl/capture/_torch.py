@@ -31,7 +31,9 @@ from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's 
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # what an op says of fake tensors, in Dynamo's words
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables import ConstDictVariable, SetVariable
+from torch._dynamo.variables.base import AttributeMutationExisting, AttributeMutationNew, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 from torch._prims_common.wrappers import elementwise_type_promotion_wrapper as type_promotion
 from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
@@ -213,29 +215,51 @@ def _traced() -> Any:
 
 def written_by_trace() -> dict[int, Any]:
     """What traced code has written into Python objects that are older than the trace, by the
-    objects' ids; equal where the same has been written. Python's random generator is one of them,
-    which moves on with each number that is drawn."""
+    objects' ids, and what is in those that it made and that are reached from there; equal where the
+    same has been written. Python's random generator is one of them, which moves on with each
+    number that is drawn."""
     output = _traced()
     effects, drawn = output.side_effects, output.random_calls
-    older = (ValueMutationExisting, AttributeMutationExisting)
-    return {id(drawn): len(drawn)} | {
-        key: _written(effects.store_attr_mutations.get(held, {}), held)
+    older = {
+        key: held
         for key, held in list(effects.id_to_variable.items())  # torch 2.11 adds some where asked
-        if isinstance(held.mutation_type, older) and effects.is_modified(held)
+        if isinstance(held.mutation_type, _OLDER) and effects.is_modified(held)
     }
+    written: dict[int, Any] = {id(drawn): len(drawn)}
+    written |= {key: _contents(effects, held) for key, held in older.items()}
+    seen: dict[int, Any] = {}
+    waiting = [*older.values()]
+
+    def look(value: Any) -> None:
+        if value.mutation_type is not None and effects.is_modified(value):
+            written.setdefault(id(value), (_same(value), _contents(effects, value)))
+            waiting.extend(effects.store_attr_mutations.get(value, {}).values())
+
+    for held in waiting:  # which grows
+        VariableTracker.visit(look, held, seen)
+    return written
 
 
-def _written(attributes: dict[str, Any], held: Any) -> Any:
-    items = getattr(held, "items", None)
-    if isinstance(items, dict):
-        return {key: _same(value) for key, value in items.items()}
-    if isinstance(items, list):
-        return [*map(_same, items)]
-    return {name: _told(value) for name, value in attributes.items()} or object()
+_OLDER = (ValueMutationExisting, AttributeMutationExisting)
+
+
+def _contents(effects: Any, held: Any) -> Any:
+    """What an object holds that traced code wrote into; equal to nothing if that is not known."""
+    attributes = effects.store_attr_mutations.get(held, {})
+    found = [(name, _told(value)) for name, value in attributes.items()]
+    if isinstance(held, (ConstDictVariable, BaseListVariable, SetVariable)):
+        items = getattr(held, "set_items", None)  # of a set, in torch 2.15
+        items = held.items if items is None else items
+        pairs = items.items() if isinstance(items, dict) else enumerate(items)
+        return found, [(key, _told(value)) for key, value in pairs]
+    known = isinstance(held.mutation_type, (AttributeMutationExisting, AttributeMutationNew))
+    return found if known else object()
 
 
 def _told(value: Any) -> Any:
-    return value.as_python_constant() if value.is_python_constant() else _same(value)
+    value = getattr(value, "vt", value).unwrap()  # a key of a dict, or an item of a set
+    is_number = value.mutation_type is None and value.is_python_constant()
+    return repr(value.as_python_constant()) if is_number else _same(value)
 
 
 def _same(value: Any) -> tuple[int, Any]:

@@ -49,7 +49,7 @@ from fxrl.capture.dynamic import mark_batch
 from fxrl.capture.gradient_hooks import hung
 from fxrl.capture.held_models import models_held, names_held
 from fxrl.capture.repeated import RepeatedLayers
-from fxrl.capture.scoped_hooks import Takeover, install_collectors
+from fxrl.capture.scoped_hooks import Takeover, install_collectors, without_collectors
 from fxrl.errors import FxrlError
 from fxrl.ir.capture_record import plan_of
 from fxrl.ir.on_miss import illegal_misses, open_misses
@@ -87,6 +87,7 @@ class Backend(Protocol):
 
     captures: list[Any]
     only_explain: bool
+    model: nn.Module | None  # whose modules' names its sites have
     held: Mapping[str, str]  # the names of what the loss function holds (``names_held``)
 
     def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]: ...
@@ -106,7 +107,7 @@ class CapturedLoss:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], backend: Backend) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._backend = backend
-        backend.held = names_held(loss_fn)
+        backend.model, backend.held = model, names_held(loss_fn)
         found = weakref.ref(backend)
 
         def weak_backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -193,7 +194,9 @@ class CapturedLoss:
         if way != _LAYERS_ONCE:
             return way
         self._repeated.refresh()
-        return _LAYERS_ONCE if self._repeated else _WHOLE
+        # Nothing breaks in one graph, nor are hooks installed that only its failure tells of.
+        one_graph = self._repeated or without_collectors(self._model)
+        return _LAYERS_ONCE if one_graph else _WHOLE
 
     def _run(self, way: int, batch: Any) -> Any:
         """The captured loss. Raises ``_CaptureFailedError`` if a compilation failed, or the first
@@ -297,7 +300,8 @@ class CapturedLoss:
         what += f", in {code}" if code else ""
         if way == _WHOLE:
             reason = f"equal layers are captured one by one, which takes longer ({why})"
-            self._note(RemarkKind.ANALYSIS, source, reason)
+            if self._repeated:
+                self._note(RemarkKind.ANALYSIS, source, reason)
         elif way < _AS_WRITTEN:
             reason = f"captured in parts, which end where numbers are read off tensors ({what})"
             self._note(RemarkKind.ANALYSIS, source, reason)

@@ -104,23 +104,32 @@ def install_collectors(model: nn.Module, failure: Exception) -> bool:
     """Install the hooks that a capture has failed at installing; whether it is worth another try.
 
     transformers collects hidden states, attentions and router logits in hooks, and installs them
-    under a lock at the first call that asks for them. They rest until a call asks again. What holds
-    a model whose hooks are there is left alone: it would install those a second time.
+    under a lock at the first call that asks for them. They rest until a call asks again.
     """
-    library: Any = sys.modules.get("transformers.utils.output_capturing")
-    if library is None:
+    missing = without_collectors(model)
+    if not missing:
         return False
-    met = library.maybe_install_capturing_hooks.__name__
-    if met not in "".join(traceback.format_exception(failure)):
+    install = sys.modules[_COLLECTORS].maybe_install_capturing_hooks
+    if install.__name__ not in "".join(traceback.format_exception(failure)):
         return False
+    for one in missing:
+        if not hasattr(one, _DONE):  # not by one that holds it
+            install(one)
+    return True
+
+
+def without_collectors(model: nn.Module) -> list[nn.Module]:
+    """The models of transformers that may yet install such hooks. What holds a model whose hooks
+    are there is left alone: it would install those a second time."""
+    if _COLLECTORS not in sys.modules:
+        return []
     kind = sys.modules["transformers"].PreTrainedModel
     models = [module for module in model.modules() if isinstance(module, kind)]
-    done = "_output_capturing_hooks_installed"
-    missing = [one for one in models if not any(hasattr(part, done) for part in one.modules())]
-    for one in missing:
-        if not hasattr(one, done):  # not by one that holds it
-            library.maybe_install_capturing_hooks(one)
-    return bool(missing)
+    return [one for one in models if not any(hasattr(part, _DONE) for part in one.modules())]
+
+
+_COLLECTORS = "transformers.utils.output_capturing"
+_DONE = "_output_capturing_hooks_installed"
 
 
 def only_requires_grad(hook: Hook) -> bool:

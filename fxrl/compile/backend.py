@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxrl import kernels
-from fxrl.capture._dynamo import is_first_graph
+from fxrl.capture._dynamo import is_first_graph, owner_of_graph
 from fxrl.capture._torch import RestartAnalysis, enable_python_dispatcher
 from fxrl.capture.branches import CannotBeginAnewError, follows_branches, talks_to_ranks
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
@@ -44,7 +44,7 @@ from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, text_on_any_gpu
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report, first_line
-from fxrl.ir.site import name_held, name_sites
+from fxrl.ir.site import name_held, name_inside, name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
 from fxrl.ops.host_memory import pool_of
@@ -73,6 +73,7 @@ class Backend:
     accumulated: bool = False  # predict a micro-batch that is not the first of its update
     target: Target | None = None  # what to plan for; None for the GPU that the model is on
     limits: Limits | None = None  # to plan from; None for those of ``target``, and of the moment
+    model: torch.nn.Module | None = field(default=None, init=False)  # whose sites are named
     held: Mapping[str, str] = field(default_factory=dict, init=False)  # see ``names_held``
     captures: list[Capture] = field(default_factory=list, init=False)  # so far, in order
     judge: Judge = field(init=False)  # is asked about misses
@@ -86,6 +87,9 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         name_held(gm, self.held)
+        if self.model is not None and not is_first_graph():
+            names = {str(id(module)): name for name, module in self.model.named_modules()}
+            name_inside(gm, names, str(id(owner_of_graph())))
         gm, lifted = share_bodies(gm)
         run = self._capture(gm, [*example_inputs, *(one.tensor for one in lifted)])
         if follows_branches(gm) and not self.only_explain:

@@ -55,6 +55,22 @@ def name_held(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
                 node.meta["nn_module_stack"] = stack
 
 
+def name_inside(gm: fx.GraphModule, names: Mapping[str, str], around: str) -> None:
+    """Let modules in a graph that begins inside of the model have ``names``, by their ids: Dynamo
+    knows them by the way from where the graph begins, such as ``L['self'].q_proj``. The one with
+    the id ``around`` is around all: a method of it begins the graph."""
+    for graph in graphs_of(gm):
+        for node in graph.nodes:
+            stack = {around: ("", None), **(node.meta.get("nn_module_stack") or {})}
+            for key, (where, kind) in stack.items():
+                name = names.get(key.partition("@")[0])
+                stack[key] = (f"L['model'].{name}" if name else where, kind)
+            if not stack[around][0]:
+                del stack[around]
+            if stack:
+                node.meta["nn_module_stack"] = stack
+
+
 def module_path(node: fx.Node) -> str:
     """Path of the innermost module that made ``node``; ``loss`` for code in no module."""
     stack = node.meta.get("nn_module_stack") or {}

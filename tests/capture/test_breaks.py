@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +394,49 @@ def test_a_head_behind_layers_that_end_graphs_is_captured(inside: bool) -> None:
     assert fused(step)
 
 
+class Widened(nn.Module):
+    """A layer that another graph goes on with behind a product that widens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 24, dtype=torch.float64)
+        self.down = nn.Linear(24, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.up(x.tanh()).chunk(3, -1)
+        torch._dynamo.graph_break()
+        return x + self.down(torch.cat(wide, -1).tanh())
+
+
+class Looped(Stack):
+    """Its layers are graphs of their own: no graph can end in the loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__(inside=False)
+        self.layers = nn.ModuleList(Widened() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.mixed(self.embed(ids)))
+        return logits
+
+    def mixed(self, x: Tensor) -> Tensor:
+        for _, layer in enumerate(self.layers):
+            x = layer(x)
+            assert os.getloadavg()[0] >= 0
+        return x
+
+
+def test_layers_that_are_graphs_of_their_own_are_known_for_layers() -> None:
+    torch.manual_seed(0)
+    model = Looped()
+    config = replace(QUIET, passes=("outline-layers", "recompute", "chunk-vocab-region"))
+    step = optimize(model, policy_loss, config)
+    assert_matches_eager(step, policy_loss, model, fixed(make_batch()))
+    done = {(r.pass_name, r.site.partition(":")[2]) for r in step.report.of_kind("applied")}
+    head = ("chunk-vocab-region", "head/mm")
+    assert done == {("outline-layers", "layers.0-0"), ("recompute", "layers.0"), head}
+
+
 def test_a_break_that_costs_nothing_is_a_fact() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         torch._dynamo.graph_break()
@@ -403,6 +448,24 @@ def test_a_break_that_costs_nothing_is_a_fact() -> None:
     assert fused(step)
     (fact,) = [r for r in step.report.of_kind("analysis") if r.pass_name == "capture"]
     assert "graph_break" in fact.reason
+
+
+SIGNATURE = inspect.signature(policy_loss)
+
+
+def test_arguments_that_python_binds_behind_a_write_into_a_dictionary() -> None:
+    """By parameters behind a proxy, which might be of the dictionary: the graph ends, but where
+    what is left can be captured."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        batch["more"] = 1
+        given = SIGNATURE.bind(model, batch)
+        return policy_loss(*given.args)
+
+    model = make_model()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
+    assert fused(step)
 
 
 def test_a_builtin_that_breaks_is_a_fact_and_no_warning(

@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -598,7 +599,7 @@ class SwitchedTogether(Model):
 class Context:
     """What no layer holds, and all may read."""
 
-    layer, seen = 0, [0.5]
+    layer, seen, made = 0, [0.5], {}
 
 
 class ReadsTheContext(Layer):
@@ -627,6 +628,70 @@ class ReadsTheCount(Model):
 
 
 Context.now = Context()
+
+
+class Makes(Model):
+    """Its layers count in an object that is made anew in each step."""
+
+    def body(self, x):
+        kind = type(self.layers[0])
+        Context.made["now"] = kind.make()
+        return super().body(x) * kind.count(Context.made["now"])
+
+
+class AddsToAList(Layer):
+    make, count = list, len
+
+    def forward(self, x, bias=None, seen=None):
+        Context.made["now"].append(1)
+        return super().forward(x)
+
+
+class AddsInside(Layer):
+    @staticmethod
+    def make():
+        return {"inside": ([], 0)}
+
+    @staticmethod
+    def count(made):
+        return len(made["inside"][0])
+
+    def forward(self, x, bias=None, seen=None):
+        Context.made["now"]["inside"][0].append(1)
+        return super().forward(x)
+
+
+class AddsToAnObject(Layer):
+    make = Context
+
+    @staticmethod
+    def count(made):
+        return made.layer
+
+    def forward(self, x, bias=None, seen=None):
+        Context.made["now"].layer += 1
+        return super().forward(x)
+
+
+class AddsToACell(Layer):
+    @staticmethod
+    def make():
+        made = 0
+
+        def add(more):
+            nonlocal made
+            made += more
+            return made
+
+        return add
+
+    @staticmethod
+    def count(made):
+        return made(0)
+
+    def forward(self, x, bias=None, seen=None):
+        Context.made["now"](1)
+        return super().forward(x)
 
 
 class LooksItsGainUp(Layer):
@@ -661,6 +726,24 @@ def test_layers_that_are_written_into_alike_stay_equal():
     assert len(step.captures) == 1
 
 
+class Tracked(Model):
+    """Written before its layers, which write nothing."""
+
+    tracked = defaultdict(list)
+
+    def body(self, x):
+        self.tracked.clear()
+        self.tracked["norms"].append(x.norm())
+        return super().body(x)
+
+
+def test_a_class_of_dict_that_is_written_elsewhere_is_harmless():
+    model = make(Layer, Tracked)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 1"
+
+
 @pytest.mark.parametrize(
     ("kind", "model"),
     [
@@ -672,6 +755,10 @@ def test_layers_that_are_written_into_alike_stay_equal():
         (Layer, SwitchedInside),
         (ReadsTheContext, TellsTheContext),
         (CountsInTheContext, ReadsTheCount),
+        (AddsToAList, Makes),
+        (AddsInside, Makes),
+        (AddsToAnObject, Makes),
+        (AddsToACell, Makes),
         (LooksItsGainUp, KnowsItsLayers),
         (AsksForItself, KnowsItsLayers),
         (ReadsTheFirst, KnowsItsLayers),
@@ -685,6 +772,10 @@ def test_layers_that_are_written_into_alike_stay_equal():
         "written",
         "context",
         "count",
+        "made list",
+        "made inside",
+        "made object",
+        "made cell",
         "lookup",
         "identity",
         "first",

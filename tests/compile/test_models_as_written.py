@@ -281,10 +281,10 @@ def test_a_matrix_without_an_inverse_is_still_found() -> None:
     assert fused(step)
 
 
-def llama() -> nn.Module:
+def llama(depth: int = 2) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=depth,
         num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -294,14 +294,14 @@ def llama() -> nn.Module:
 
 def hidden_states_loss(model: nn.Module, batch: Any) -> Tensor:
     out = model(input_ids=batch["ids"], output_hidden_states=True)
-    assert len(out.hidden_states) == 3
     values = out.hidden_states[-2].mean(-1)
     return -token_logps(out.logits, batch["ids"]).mean() + values.square().mean()
 
 
-def test_hidden_states_that_hooks_of_the_library_collect() -> None:
+@pytest.mark.parametrize("depth", [1, 2])  # of one layer none is captured once for all
+def test_hidden_states_that_hooks_of_the_library_collect(depth: int) -> None:
     """transformers installs them at the first call that asks: here the one that is traced."""
-    model = llama()
+    model = llama(depth)
     eager = copy.deepcopy(model)
     step = optimize(model, hidden_states_loss, CONFIG)
     for batch in DRAWS:

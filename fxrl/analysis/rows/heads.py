@@ -16,6 +16,7 @@ from fxrl.ir.bodies import AUTOGRAD_FUNCTION, WRAPPERS
 from fxrl.ir.graph import (
     COPIES,
     FP8_LINEAR,
+    IS_PART,
     MATRIX_PRODUCTS,
     PRODUCTS,
     HigherOrderOperator,
@@ -68,8 +69,11 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
 
     A widening product is a head when no other layer comes after it (later products may only keep
     the width, such as a learned adapter on the logits, and an autograd.Function may be the loss),
-    or when a softmax, gather, argmax or sort reads it through elementwise and layout ops alone.
+    or when a softmax, gather, argmax or sort reads it through elementwise and layout ops alone. In
+    a layer of a graph that holds a part of the loss only the latter tells: the rest of the layer
+    may come in another graph.
     """
+    is_part = IS_PART in getattr(graph.owning_module, "meta", {})
     products = [node for node in graph.nodes if _is_layer(node)]
     after = _downstream(graph, products)
     heads = []
@@ -78,7 +82,9 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
             continue
         width = hint(shape_of(node)[-1])
         later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
-        last = all(_is_opaque(p) or _keeps_width(p, width) for p in later) or feeds_class_op(node)
+        last = all(_is_opaque(p) or _keeps_width(p, width) for p in later)
+        last &= not (is_part and layer_path(node) is not None)
+        last |= feeds_class_op(node)
         no_logits = _from_activations(node) or _of_weights(node) or _adapts(node)
         if last and not no_logits:
             heads.append(node)

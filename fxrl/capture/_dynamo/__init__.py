@@ -72,3 +72,9 @@ def is_first_graph() -> bool:
     """Whether what is compiled now begins the call of a step, so that nothing of it has run."""
     root_tx = _tracer.InstructionTranslator.current_tx().output.root_tx
     return bool(data.followed) and root_tx.f_code is data.followed[-1][0]
+
+
+def owner_of_graph() -> Any:
+    """What the method is of whose code the graph that is compiled now begins in; None for a
+    function's."""
+    return _tracer.InstructionTranslator.current_tx().output.root_tx.f_locals.get("self")

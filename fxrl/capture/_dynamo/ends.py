@@ -4,6 +4,7 @@ captured."""
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -59,12 +60,13 @@ def _may_end_within(called: Any) -> bool:
 
     Not in a comprehension, which cannot be resumed; not where the caller goes on with another value
     than the function's; not where torch's backward hooks look for what autograd noted, which no
-    trace holds; not where a hook is registered, which would be in a copy of its module's hooks; nor
-    in a loop, whose function would be left out with all of its callers.
+    trace holds; not where Python binds arguments by a signature, whose parameters no guard can be
+    about; not where a hook is registered, which would be in a copy of its module's hooks; nor in a
+    loop, whose function would be left out with all of its callers.
     """
     name, file = called.f_code.co_name, called.f_code.co_filename
     whole = (name.startswith("<") and name != "<lambda>") or not _is_result(called.parent)
-    whole = whole or file == torch.utils.hooks.__file__
+    whole = whole or file in (torch.utils.hooks.__file__, inspect.__file__)
     whole = whole or (name.startswith("register_") and file == torch.nn.modules.module.__file__)
     allowed = torch._dynamo.config.nested_graph_breaks and not whole
     allowed = allowed and getattr(called, "_allow_nested_graph_breaks", True)  # not in torch 2.11
