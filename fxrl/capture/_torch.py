@@ -258,8 +258,7 @@ def _contents(effects: Any, held: Any) -> Any:
 
 def _told(value: Any) -> Any:
     value = getattr(value, "vt", value).unwrap()  # a key of a dict, or an item of a set
-    is_number = value.mutation_type is None and value.is_python_constant()
-    return repr(value.as_python_constant()) if is_number else _same(value)
+    return repr(value.as_python_constant()) if value.is_python_constant() else _same(value)
 
 
 def _same(value: Any) -> tuple[int, Any]:
