@@ -292,9 +292,11 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [compiled, DataParallel], ids=["compiled", "one device"])
-def test_an_open_wrapper_keeps_the_rewrite(wrap: Any) -> None:
+def test_an_open_wrapper_keeps_the_rewrite(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    model = wrap(make_model())
+    with monkeypatch.context() as where:
+        where.setattr(torch.cuda, "is_available", lambda: False)  # DataParallel moves to GPUs
+        model = wrap(make_model())
     step = optimize(model, policy_loss, CONFIG)
     assert_matches_eager(step, policy_loss, model, fixed(make_batch()))
     assert fused(step)

@@ -50,10 +50,12 @@ def test_a_step_goes_on_below_its_plan(limit, share):
     limit(least + share * (peak - least))
     with pytest.warns(MemoryWarning, match="memory ran out in .* were predicted there"):
         found = outcome(step, model, batch)
-    for _ in range(3):  # tighter each time that it has to be
-        last = outcome(step, model, batch)
-    with warnings.catch_warnings(action="error", category=MemoryWarning):
-        last = outcome(step, model, batch)
+    for _ in range(8):  # tighter each time that it has to be: pieces too small are others each time
+        with warnings.catch_warnings(record=True, action="always", category=MemoryWarning) as told:
+            last = outcome(step, model, batch)
+        if not told:
+            break
+    assert not told
     for its_loss, grads in (found, last):
         torch.testing.assert_close(its_loss, loss)
         assert distance(grads, true) < 1e-2
