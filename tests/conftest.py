@@ -30,6 +30,12 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    """A GPU is for the tests that ask for one: all others, and what they start, run on the CPU."""
+    if "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_sessionstart():
     gc.disable()  # while all is imported
 

@@ -1610,7 +1610,8 @@ def ranges_of_packed_logits_written_into_a_batch(hidden, weight, ids, mask, adv)
     return _pg(_logp(out[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+# Before torch 2.13, what is copied into a slice must be known to have its length.
+@shape(APPLY if torch.__version__ >= "2.13" else EITHER)
 def ranges_that_data_bounds_written_into_a_batch(hidden, weight, ids, mask, adv):
     z = F.linear(packed(hidden), weight)
     out = torch.zeros(*ids.shape, len(weight), dtype=z.dtype)
