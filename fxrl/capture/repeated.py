@@ -297,7 +297,8 @@ class Layer:
             original = another
 
         self._bind = bind
-        forward.checkpointed = checkpointed  # type: ignore[attr-defined]
+        if isinstance(original, types.MethodType):  # else it does not say whose it is
+            forward.checkpointed = checkpointed  # type: ignore[attr-defined]
         _BY_FORWARD[forward] = self
         return forward
 

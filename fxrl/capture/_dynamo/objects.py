@@ -320,8 +320,9 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if layer is None:
         return _call_module(self, tx, args, kwargs)
     around, checkpointed = _around_forward(self.value)
-    traced = around or (layer.first is layer and not checkpointed)
-    if traced or _keeps_cache(kwargs, checkpointed):
+    inside = hasattr(self.value.forward, "checkpointed")
+    whole = around or not (inside if checkpointed else layer.first is not layer)
+    if whole or _keeps_cache(kwargs, checkpointed):
         return _call_module(self, tx, args, kwargs)
     place = str(id(self.value)), self.get_nn_module_stack_source(), tx, self.value
     forward = AttrSource(self.source, "forward")
