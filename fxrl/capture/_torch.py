@@ -231,9 +231,11 @@ def written_by_trace() -> dict[int, Any]:
     waiting = [*older.values()]
 
     def look(value: Any) -> None:
-        if value.mutation_type is not None and effects.is_modified(value):
+        if value.mutation_type is None or not effects.is_modified(value):
+            return
+        if not isinstance(value.mutation_type, _OLDER):
             written.setdefault(id(value), (_same(value), _contents(effects, value)))
-            waiting.extend(effects.store_attr_mutations.get(value, {}).values())
+        waiting.extend(effects.store_attr_mutations.get(value, {}).values())
 
     for held in waiting:  # which grows
         VariableTracker.visit(look, held, seen)

@@ -297,7 +297,9 @@ class Layer:
             original = another
 
         self._bind = bind
-        if isinstance(original, types.MethodType):  # else it does not say whose it is
+        # An attribute, so that Dynamo has a way to it from the layer. What is no method does not
+        # say whose it is.
+        if isinstance(original, types.MethodType):
             forward.checkpointed = checkpointed  # type: ignore[attr-defined]
         _BY_FORWARD[forward] = self
         return forward
@@ -309,7 +311,9 @@ def marked(module: nn.Module) -> Layer | None:
     one of these is a cache (``kind_of_cache``)."""
     forward = module.__dict__.get("forward")
     layer = None if forward is None else _BY_FORWARD.get(forward)
-    return None if any(getattr(module, name) for name in _HOOKS) else layer
+    if layer is None or any(getattr(module, name) for name in _HOOKS):
+        return None
+    return layer
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -83,10 +83,9 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
         width = hint(shape_of(node)[-1])
         later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
         last = all(_is_opaque(p) or _keeps_width(p, width) for p in later)
-        last &= not (is_part and layer_path(node) is not None)
-        last |= feeds_class_op(node)
+        last = last and not (is_part and layer_path(node) is not None)
         no_logits = _from_activations(node) or _of_weights(node) or _adapts(node)
-        if last and not no_logits:
+        if (last or feeds_class_op(node)) and not no_logits:
             heads.append(node)
     return heads
 

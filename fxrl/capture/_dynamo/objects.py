@@ -142,16 +142,17 @@ def _object_attribute(self: Any, tx: Any, name: str) -> Any:
     is_key = found in (dict.__getitem__, dict.get) and not hasattr(kind, name)
     if is_key and name not in vars(self.value):
         return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
-    if not isinstance(self.value, _kind_of_configuration()):
+    configuration = _kind_of_configuration()
+    if not isinstance(self.value, configuration):
         return _attribute_of_object(self, tx, name)
-    return _said_by_configuration(self, tx, name)
+    return _said_by(self, tx, name, configuration)
 
 
-def _said_by_configuration(self: Any, tx: Any, name: str) -> Any:
+def _said_by(self: Any, tx: Any, name: str, configuration: Any) -> Any:
     """Its ``__getattribute__`` is 80 instructions for what each layer asks again. It looks at
     configurations alone, so that the answer is the same until the step writes into one."""
     written = (getattr(one, "value", None) for one in tx.output.side_effects.store_attr_mutations)
-    if any(isinstance(value, _kind_of_configuration()) for value in written):
+    if any(isinstance(value, configuration) for value in written):
         return _attribute_of_object(self, tx, name)
     said = vars(tx.output).setdefault("_said_by_configurations", {})
     if (id(self.value), name) not in said:
