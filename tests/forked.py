@@ -9,7 +9,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+
+def autograd_forks() -> bool:
+    """Whether autograd runs in a fork: before torch 2.13 it refuses to behind some captures."""
+    child = torch.multiprocessing.get_context("fork").Process(target=_backward)
+    child.start()
+    child.join()
+    assert not child.exitcode or torch.__version__ < "2.13"
+    return not child.exitcode
+
+
+def _backward() -> None:
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        os._exit(1)
+
+
+def need_autograd_in_forks() -> None:
+    """Skips a test that would fork ranks which differentiate."""
+    if not autograd_forks():
+        pytest.skip("autograd refuses to run in a fork behind what was captured here")
 
 
 def in_processes(work: Callable[..., object], *args: Any, count: int = 2) -> None:

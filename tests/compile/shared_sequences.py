@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from fxrl.compile import backend
 from fxrl.ops import context_parallel
 from fxrl.ops.context_parallel import join_group
+from tests.forked import need_autograd_in_forks
 
 VOCAB = 29
 
@@ -142,6 +143,7 @@ def silent_group(ranks: int) -> Iterator[None]:
 
 def in_ranks(ranks: int, work: Callable[[], Any]) -> list[Any]:
     """What ``work`` returns (JSON) in each of ``ranks`` forked processes that share sequences."""
+    need_autograd_in_forks()
     with tempfile.TemporaryDirectory() as folder:
         fork = get_context("fork")
         processes = [

@@ -329,9 +329,6 @@ def found_by_ranks() -> dict[str, list[list[str]]]:
     return results
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="autograd refuses to run in a fork behind some captures"
-)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_metrics_and_gradients_are_those_of_one_process(found, name):
     assert found[name] == [[]] * CASES[name].ranks

@@ -9,6 +9,7 @@ from fxrl import optimize
 from fxrl.models import load_model, lora
 from fxrl.rl import Trainer
 from fxrl.rl.loop import scoring
+from tests.forked import autograd_forks
 from tests.rl.loop.test_resume import EVERY, Killed, in_a_fork, killing, moments
 from tests.rl.loop.test_train import metrics, saved_weights
 
@@ -68,7 +69,7 @@ def test_a_compiled_run_that_is_killed_goes_on_bit_for_bit(tmp_path, monkeypatch
         calls = killing(patch, "whole", 10**9)
         runs.train("whole")
     assert runs.steps[0].report.of_kind("applied")
-    if torch.__version__ >= "2.13":  # before it autograd refuses to run in a fork behind captures
+    if autograd_forks():
         _, whole = in_a_fork(lambda: runs.train("again"))
         killed = 0
         for number, seconds in enumerate(moments(whole, request)):

@@ -18,6 +18,7 @@ from fxrl.rl.loop.data import read_data
 from fxrl.rl.loop.precomputed import FILE
 from fxrl.rl.train import main
 from tests.capture.mixer import assert_matches_eager, fixed
+from tests.forked import need_autograd_in_forks
 from tests.rl.loop.rank_cases import group
 from tests.rl.metrics import numbers
 
@@ -101,6 +102,7 @@ def test_a_rank_without_rows_changes_no_number(tmp_path, monkeypatch):
     def run(run_dir):
         Trainer(config=config | {"run_dir": run_dir}).train()
 
+    need_autograd_in_forks()
     ran = group(3, run, "three")
     assert ran["codes"] == [0, 0, 0], ran["said"]
     run("one")

@@ -10,6 +10,7 @@ from fxrl.models.checkpoint import CheckpointTensors
 from fxrl.models.load import write_model
 from fxrl.rl import Trainer
 from fxrl.rl.train import main
+from tests.forked import need_autograd_in_forks
 from tests.rl.loop.rank_cases import group
 from tests.rl.loop.test_kinds import TINY, tables
 
@@ -44,6 +45,7 @@ def test_a_checkpoint_is_read_in_parts_and_a_run_goes_on_without(tmp_path, monke
         assert read
         assert all("norm" in name for name in read), "nothing else is read in full"
 
+    need_autograd_in_forks()
     ran = group(2, rank_of(rank, run_dir="parts", steps=2))
     assert ran["codes"] == [0, 0], ran["said"]
     Trainer(config=tables("sft", model=model, run_dir="whole", steps=2)).train()
@@ -65,6 +67,7 @@ def test_completions_are_drawn_over_shared_weights(config_file, bits):
     common += (f"model.quantization={bits}",)
     assert main("run.toml", ["run_dir=whole", *common]) == 0
     sharded = ["run_dir=parts", *common, "model.sharded=true"]
+    need_autograd_in_forks()
     ran = group(2, main, "run.toml", sharded)
     assert ran["codes"] == [0, 0], ran["said"]
     close("parts", "whole")
