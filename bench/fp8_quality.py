@@ -8,6 +8,7 @@ chats, a policy gradient over the answers' tokens. Products are rounded as a ste
              what it gives and of its rows' gradient
     layer    one decoder layer alone: its adapters' gradients, from the same input and gradient
     step     the whole model: each layer's adapters' gradients
+    in step  as Linear, of the rows and gradients that a step of FP8 products has there
     bf16     the same as step, of the model in bf16, nothing rounded to FP8
 
 and for each the least, the median and how many are at least 0.999.
@@ -28,8 +29,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from bench.lib import common
+from fxrl import Config, optimize
+from fxrl.inspect.calibrate import LEAST_COSINE, Nearness, nearness
 from fxrl.inspect.emulate import Emulation
-from fxrl.inspect.verify import LEAST_COSINE
 from fxrl.models import load_model, lora
 from fxrl.ops.fp8 import Recipe, quantized_weight
 from fxrl.ops.rounded import RoundedWeight
@@ -72,20 +74,11 @@ class Probe:
         self.seen: dict[str, list[Any]] = {}
         self.truth = self.gradients(self._watch)
 
-    def loss(self) -> Tensor:
-        """A policy gradient, by token."""
-        ids, attended, answers = self.batch
-        logits = self.model(input_ids=ids, attention_mask=attended).logits[:, :-1]
-        logps = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
-        ratio = torch.exp(logps - logps.detach())
-        weights = torch.tensor(ADVANTAGES)[:, None] * answers[:, 1:]
-        return -(ratio * weights).sum() / answers.sum()
-
     def gradients(self, watched: Callable[[], Any] = lambda: None) -> list[Tensor]:
         """Each layer's adapters', flat."""
         handles = watched() or []
         self.model.zero_grad()
-        self.loss().backward()
+        policy_loss(self.model, self.batch).backward()
         for handle in handles:
             handle.remove()
         return [_adapters(layer) for layer in self.layers]
@@ -136,6 +129,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for of, cosines in _measured(probe, rounded):
             results.add(scales=recipe, gradient=gradient, of=of, **_summary(cosines))
+    asked = Config(precision="fp8", compile_regions=False, min_saved_bytes=0)
+    calibrated = optimize(probe.model, policy_loss, asked).calibrate(probe.batch)
+    for gradient, config in (("fp8", asked), ("calibrated", calibrated)):
+        near = _in_step(probe, config)
+        cosines = {one.module: min(one.product, one.gradient) for one in near}
+        results.add(scales="row", gradient=gradient, of="in step", **_summary(cosines))
+    widened = sum(one.widened for one in near)
+    results.note(f"calibrated: of {len(near)} products in FP8 {widened} have the gradient in full")
     probe.model.to(torch.bfloat16)
     found = dict(zip(_names(probe), map(_cosine, probe.gradients(), probe.truth), strict=True))
     results.add(of="bf16", **_summary(found))
@@ -165,6 +166,27 @@ def _measured(
     with Emulation([*rounded.values()]):
         found = probe.gradients()
     yield "step", dict(zip(_names(probe), map(_cosine, found, probe.truth), strict=True))
+
+
+def policy_loss(model: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """A policy gradient, by token."""
+    ids, attended, answers = batch
+    logits = model(input_ids=ids, attention_mask=attended).logits[:, :-1]
+    logps = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
+    ratio = torch.exp(logps - logps.detach())
+    weights = torch.tensor(ADVANTAGES)[:, None] * answers[:, 1:]
+    return -(ratio * weights).sum() / answers.sum()
+
+
+def _in_step(probe: Probe, config: Config) -> list[Nearness]:
+    """How near each product of a step comes, behind those that it rounds, too."""
+    step = optimize(probe.model, policy_loss, config)
+    step(probe.batch)
+    weights = [weight for capture in step.captures for weight in capture.rounded()]
+    probe.model.zero_grad()
+    with Emulation(weights):
+        policy_loss(probe.model, probe.batch).backward()
+    return nearness(weights)
 
 
 def _batch(tokenizer: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from fxrl.compile._torch import start_inductor_workers
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.inspect.calibrate import LEAST_COSINE, calibrated
 from fxrl.inspect.compare import VerifyReport
 from fxrl.inspect.dump import record_of, write_dump
 from fxrl.inspect.evaluate import LossFn
@@ -224,6 +225,28 @@ class TrainStep:
             reference: what is compared with, as ``verify_step`` has it.
         """
         return verify_step(self.model, self.loss_fn, self, batch, reference=reference)
+
+    def calibrate(self, batch: Any, *, least_cosine: float = LEAST_COSINE) -> Config:
+        """A ``Config`` under which no product in FP8 is far from the one in full on this batch.
+
+        Products whose cosine with those in full is below ``least_cosine`` stay in the model's
+        dtype; where only their rows' gradient is, it alone is made in that. Make the step that
+        trains with it, and keep it with the run: the same products round then from the first step
+        to the last, and log-probs are scored as they are trained.
+
+        Args:
+            batch: as ``step(batch)`` takes it. It is run by the step and, with every product made
+                twice, by eager, whose memory that needs: some sequences are enough. Gradients,
+                buffers and random state are put back.
+
+        Raises:
+            ConfigError: the step's precision is not ``"fp8"``, or there is no such cosine.
+        """
+        step = self
+        while (config := calibrated(step, batch, least_cosine)) != step.config:
+            # Rows behind what is in full now are others: one of theirs may be far, too.
+            step = TrainStep(self._model, self._loss_fn, config, self._given)
+        return config
 
     @property
     def captures(self) -> tuple[Capture, ...]:

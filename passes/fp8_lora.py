@@ -19,11 +19,11 @@ those that will run; cuts, tiles and offloading then act on them as on any other
 NOTE [Why no product falls back by what a step shows]: weights are judged before they are used, but
 rows and gradients are known only when a step has run. A product that left FP8 behind it would give
 log-probs other than those that were scored, and a run that is resumed other ones than the run that
-went on. So ``verify`` measures, and writes the ``skip`` that a config then says from the first step
-on. Little is lost meanwhile: on SmolLM2's weights 21 of 210 products are below a cosine of 0.999,
-all above 0.9986, 20 of them by the rows' gradient; and in the whole model the layers' gradients
-come to 0.957 in the middle with that gradient in FP8 or not
-(bench/results/fp8_quality_smollm2_cpu.json).
+went on. So ``TrainStep.calibrate`` measures on a batch and returns the ``Config`` that says it from
+the first step on. Little is lost without: on SmolLM2's weights 21 of 210 products are below a
+cosine of 0.999, all above 0.9986, 20 of them by the rows' gradient alone, for which
+``wide_gradients`` is enough; and in the whole model the layers' gradients come to 0.957 in the
+middle with that gradient in FP8 or not (bench/results/fp8_quality_smollm2_cpu.json).
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class Fp8Lora(Pass[FrozenProduct]):
             or for the whole ``"tensor"``.
         gradient: what the rows' gradient is a product of: ``"fp8"``, or ``"bf16"`` (the model's
             dtype) with the weight widened a tile at a time; that always where scales are by block.
+        wide_gradients: module paths, or parts of them, whose rows' gradient is as ``"bf16"`` says.
         skip: module paths, or parts of them, that stay; ``*`` stands for anything.
         heads: take what a softmax or a choice reads, too: a loss head, a router.
         least_values: entries of a weight below which it stays.
@@ -126,8 +127,8 @@ class Fp8Lora(Pass[FrozenProduct]):
         error_of: (place among the graph's inputs, whether it is turned) -> that error; None of a
             weight that is not there.
         input_at: place among the graph's inputs -> the tensor; None of one that is not there.
-        seconds_of: (rows, features in, features out) -> seconds of forward and backward in bf16 and
-            in FP8; a product that is not faster stays.
+        seconds_of: (``gradient``, rows, features in, features out) -> seconds of forward and
+            backward in bf16 and in FP8; a product that is not faster stays.
         only_faster: whether it does; without, all that can be in FP8 are, such as to see what the
             rounding does to a small model.
         no_fp8: why the device has no products in FP8; empty where it has.
@@ -136,6 +137,7 @@ class Fp8Lora(Pass[FrozenProduct]):
     enabled: bool = field(default=True, metadata=SETTLED)
     recipe: Recipe = "row"
     gradient: Literal["fp8", "bf16"] = "fp8"
+    wide_gradients: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     heads: bool = False
     least_values: int = 2**10
@@ -143,7 +145,7 @@ class Fp8Lora(Pass[FrozenProduct]):
     error_limit: float = 0.036
     error_of: Callable[[int, bool], float | None] | None = field(default=None, metadata=SETTLED)
     input_at: Callable[[int], Tensor | None] | None = field(default=None, metadata=SETTLED)
-    seconds_of: Callable[[int, int, int], tuple[float, float]] | None = field(
+    seconds_of: Callable[[str, int, int, int], tuple[float, float]] | None = field(
         default=None, metadata=SETTLED
     )
     no_fp8: str = field(default="", metadata=SETTLED)
@@ -175,7 +177,7 @@ class Fp8Lora(Pass[FrozenProduct]):
             return known
         return replace(
             known,
-            seconds_of=partial(measured_seconds, device, self.recipe, self.gradient),
+            seconds_of=partial(measured_seconds, device, self.recipe),
             no_fp8=why_no_fp8(device),
         )
 
@@ -199,8 +201,7 @@ class Fp8Lora(Pass[FrozenProduct]):
         if _illegal(site) is not None:
             return Rewrite(self.name)  # which says why
         features, out = _sizes(site)
-        path = site.name.partition(":")[2].rpartition("/")[0]
-        if (named := next((p for p in self.skip if names_module(p, path)), None)) is not None:
+        if (named := _naming(self.skip, site)) is not None:
             return Keep(f"stays as it is: skip names {named!r}", missed=False)
         if features * out < self.least_values:
             return Keep(f"too small: its weight has {features * out} entries")
@@ -209,7 +210,7 @@ class Fp8Lora(Pass[FrozenProduct]):
             return Keep(f"its weight in FP8 is off by {error:.3f}, {limit}")
         if self.only_faster and self.seconds_of is not None:
             rows = hint(shape_of(site.product)[0])
-            plain, fp8 = self.seconds_of(rows, features, out)
+            plain, fp8 = self.seconds_of(self._gradient_of(site), rows, features, out)
             if fp8 >= plain:
                 took = f"{fp8 * 1e3:.2f} ms against {plain * 1e3:.2f}"
                 return Keep(f"no faster in FP8: {took}, for {rows} rows")
@@ -219,6 +220,9 @@ class Fp8Lora(Pass[FrozenProduct]):
         if site.weight is None or self.error_of is None:
             return None
         return self.error_of(_place(site.weight), site.turned)
+
+    def _gradient_of(self, site: FrozenProduct) -> Literal["fp8", "bf16"]:
+        return "bf16" if _naming(self.wide_gradients, site) is not None else self.gradient
 
     def _input(self, node: fx.Node) -> Tensor | None:
         return None if self.input_at is None else self.input_at(_place(node))
@@ -234,7 +238,10 @@ class Fp8Lora(Pass[FrozenProduct]):
             weight = add_derived(gm, site.weight, QuantizeWeight(self.recipe, site.turned))
             error = "" if (off := self._error(site)) is None else f", off by {off:.3f}"
             how = f"scales by {self.recipe}{error}"
-        _swap_at(gm, site, weight, self.gradient)
+        gradient = self._gradient_of(site)
+        if gradient != self.gradient:
+            how = f"{how}; the gradient of its rows in the model's dtype"
+        _swap_at(gm, site, weight, gradient)
         return Applied(f"weight [{out}, {features}] in FP8, {how}")
 
     # -- and how eager would
@@ -332,6 +339,12 @@ def _name(product: fx.Node, path: Path) -> str:
     region = region_at(path[-1]) if path else None
     name = site_name(product)
     return name if region is None else _LAYER.sub(lambda _: region.layer, name, count=1)
+
+
+def _naming(modules: Sequence[str], site: FrozenProduct) -> str | None:
+    """The first of these paths, or parts of them, that names a product's module."""
+    path = site.name.partition(":")[2].rpartition("/")[0]
+    return next((one for one in modules if names_module(one, path)), None)
 
 
 def _sizes(site: FrozenProduct) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.errors import VerificationError, check_one_of
+from fxrl.inspect.calibrate import nearness, told
 from fxrl.inspect.compare import Tolerances, VerifyReport, compare
 from fxrl.inspect.emulate import Emulation
 from fxrl.inspect.evaluate import (
@@ -139,7 +140,7 @@ class _References:
         truth, used, notes = self._wider(eager, precision, rounded)
         if rounded:
             used = f"{used}, rounded as the step is"
-            notes = [*notes, *_agreement(weights)]
+            notes = [*notes, *told(nearness(weights))]
         terms = _longest_reduction(self.params, self.batch)
         tolerances = Tolerances(precision.dtype, precision.calls, terms, rounded)
         return eager, truth, used, tuple(notes), tolerances
@@ -184,30 +185,6 @@ class _References:
             if asked != "auto":
                 raise
             return None, "eager", [f"no wider reference: {error}"]
-
-
-#: A product in FP8 whose gradient's cosine with the one in full is less, ``verify`` names.
-LEAST_COSINE = 0.999
-
-
-def _agreement(weights: Sequence[RoundedWeight]) -> list[str]:
-    """Say how near the products in FP8 came to those in full precision on the very same rows."""
-    cosines = {}
-    for weight in weights:
-        seen = (weight.seen.cosine(what) for what in ("product", "gradient"))
-        if known := [cosine for cosine in seen if cosine is not None]:
-            cosines[weight.site] = min(known)
-    if not cosines:
-        return []
-    ordered = sorted(cosines, key=cosines.__getitem__)
-    low, middle = cosines[ordered[0]], cosines[ordered[len(ordered) // 2]]
-    told = f"{len(cosines)} products in FP8: cosine with those in full {low:.4f} at the least"
-    told = f"{told}, {middle:.4f} in the middle"
-    if not (below := [site for site in ordered if cosines[site] < LEAST_COSINE]):
-        return [told]
-    paths = [site.partition(":")[2].rpartition("/")[0] for site in below]
-    cure = f"Config(pass_options={{'fp8-lora': {{'skip': {paths}}}}})"
-    return [told, f"{len(below)} of them are below {LEAST_COSINE}; {cure} leaves these as they are"]
 
 
 def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str, ...], str]:

@@ -1,11 +1,13 @@
 """``verify`` on steps with products in FP8: right ones pass, and mistakes are found and blamed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import fxrl
-from fxrl.inspect import verify
+from fxrl.inspect import calibrate
 from fxrl.inspect.emulate import Emulation
 from fxrl.ir.graph import shape_of
 from fxrl.models import quantize
@@ -61,7 +63,7 @@ def test_how_near_each_product_comes_and_how_to_leave_those_that_are_far(monkeyp
     count, _, cosines = told(note)
     least, middle = (float(words.partition(" ")[0]) for words in cosines.split(", "))
     assert (count, 0.99 < least <= middle < 0.9999) == ("7", True), note
-    monkeypatch.setattr(verify, "LEAST_COSINE", 0.99999)
+    monkeypatch.setattr(calibrate, "LEAST_COSINE", 0.99999)
     note, below = verified(model).notes
     assert "7 of them are below 0.99999; Config(pass_options={'fp8-lora': {'skip': [" in below
     assert "'blocks.0.qkv.q'" in below
@@ -69,6 +71,64 @@ def test_how_near_each_product_comes_and_how_to_leave_those_that_are_far(monkeyp
     found = verified(model, pass_options=skip)
     assert found.ok
     assert told(found.notes[0])[0] == "4"
+
+
+def step_of(model, **options):
+    config = fxrl.Config(precision="fp8", on_miss="ignore", compile_regions=False)
+    return fxrl.optimize(model, square_loss, replace(config, **options))
+
+
+def nearness_of(step):
+    batch = fixed(ids_batch())
+    step(batch)
+    weights = [weight for capture in step.captures for weight in capture.rounded()]
+    with Emulation(weights):
+        square_loss(step.model, batch).backward()
+    return calibrate.nearness(weights)
+
+
+def test_calibrated_no_product_is_far():
+    """Of those whose gradient alone was, that alone is in full; what a user asked for stays."""
+    model = gated(2).float()
+    asked = {"skip": ["blocks.0.down"], "recipe": "tensor"}
+    step = step_of(model, pass_options={"fp8-lora": asked, "tile-tokens": {}})
+    before = nearness_of(step)
+    least = 0.99934
+    assert step.calibrate(fixed(ids_batch()), least_cosine=0.9) == step.config
+    nothing = step.calibrate(fixed(ids_batch()), least_cosine=1.0)
+    assert not nearness_of(fxrl.optimize(model, square_loss, nothing))
+    config = step.calibrate(fixed(ids_batch()), least_cosine=least)
+    far = {one.module for one in before if one.product < least}
+    far_behind = {one.module for one in before if one.gradient < least} - far
+    assert far
+    assert far_behind
+    assert config.pass_options["tile-tokens"] == {}
+    options = config.pass_options["fp8-lora"]
+    assert options["recipe"] == "tensor"
+    assert options["skip"][0] == "blocks.0.down"
+    assert far <= {*options["skip"]}
+    assert far_behind <= {*options["skip"], *options["wide_gradients"]}
+    step = fxrl.optimize(model, square_loss, config)
+    near = nearness_of(step)
+    assert {one.module for one in near} == {one.module for one in before} - {*options["skip"]}
+    assert min(min(one.product, one.gradient) for one in near) >= least
+    assert step.verify(fixed(ids_batch())).ok
+    told = [r.site for r in step.report.of_kind("applied") if "in the model's dtype" in r.reason]
+    told = {site.partition(":")[2].rpartition("/")[0] for site in told}
+    assert told == {*options["wide_gradients"]} - {*options["skip"]}
+
+
+NOT_CALIBRATED = [
+    ({"precision": "bf16"}, 0.999, "precision='bf16': only products in FP8 are calibrated"),
+    ({}, 1.5, "least_cosine=1.5 is no cosine in (0, 1], such as 0.999"),
+]
+
+
+@pytest.mark.parametrize(("options", "least", "why"), NOT_CALIBRATED)
+def test_what_cannot_be_calibrated(options, least, why):
+    with pytest.raises(fxrl.errors.ConfigError) as raised:
+        step_of(gated(1), **options).calibrate(fixed(ids_batch()), least_cosine=least)
+    assert why in str(raised.value)
 
 
 #: By what a product may be off at least for a step of so many roundings to be wrong.

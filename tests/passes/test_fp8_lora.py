@@ -239,7 +239,7 @@ MISSES = {
     "named": (Fp8Lora(skip=("0:x", "lo*")), one, (5, 32), (48, 32)),
     "wide": (Fp8Lora(error_of=lambda place, turned: 0.07), one, (5, 32), (48, 32)),
     "a NaN": (Fp8Lora(error_of=lambda place, turned: float("nan")), one, (5, 32), (48, 32)),
-    "slow": (Fp8Lora(seconds_of=lambda *shape: (2e-3, 3e-3)), one, (5, 32), (48, 32)),
+    "slow": (Fp8Lora(seconds_of=lambda *given: (2e-3, 3e-3)), one, (5, 32), (48, 32)),
     "chip": (
         Fp8Lora(no_fp8="this GPU has compute capability 8.0"),
         two,
