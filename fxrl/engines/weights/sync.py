@@ -41,6 +41,7 @@ from fxrl.engines.weights.lora.sites import (
     why_lost,
     why_not_mergeable,
 )
+from fxrl.ops.dithered import dithered, seed_of
 
 log = logging.getLogger(__name__)
 
@@ -216,8 +217,8 @@ class WeightSync:
         elif self.way == "mirror":
             with torch.no_grad():
                 for name, value in merged_weights(self._unsent):
-                    if name in self._mirrors:
-                        self._mirrors[name].copy_(value)
+                    if (mirror := self._mirrors.get(name)) is not None:
+                        mirror.copy_(dithered(value, mirror.dtype, seed_of(name)))
         self._unsent = None
 
 

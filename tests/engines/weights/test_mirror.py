@@ -7,6 +7,7 @@ from fxrl.engines.weights.lora.sites import Merge, lora_sites, merge_reference
 from fxrl.engines.weights.share.binder import share
 from fxrl.engines.weights.sync import RouteError, WeightSync
 from fxrl.models import lora
+from fxrl.ops.dithered import dithered, seed_of
 from tests.engines.weights.share.fake_vllm import checkpoint, fake_vllm
 from tests.engines.weights.test_sync import Engine, move_adapter
 
@@ -18,6 +19,11 @@ def made(tmp_path, **fake_options):
     sync = WeightSync(engine, {})
     sync.share(model, copied=report.copied, mirrors=report.mirrors)
     return fake, model, report, sync, engine
+
+
+def rounded(value, name):
+    """As vLLM's weights get it."""
+    return dithered(value, torch.bfloat16, seed_of(name))
 
 
 def parts(fake, layer=0):
@@ -46,13 +52,18 @@ def test_an_optimizer_step_reaches_the_engine_at_the_update(tmp_path):
             parameter.add_(torch.randn_like(parameter) * 0.01)
     before = parts(fake).clone()
     sync.update(lora=False)
-    wanted = torch.cat([p.detach() for p in qkv(model)]).to(torch.bfloat16)
+    wanted = torch.cat(
+        [
+            rounded(p.detach(), f"model.layers.0.self_attn.{name}_proj.weight")
+            for name, p in zip("qkv", qkv(model), strict=True)
+        ]
+    )
     assert torch.equal(parts(fake), wanted)
     assert not torch.equal(before, wanted)
     rows = len(model.model.embed_tokens.weight)
     assert torch.equal(
         fake.get_submodule("model.embed_tokens").weight[:rows],
-        model.model.embed_tokens.weight.detach().to(torch.bfloat16),
+        rounded(model.model.embed_tokens.weight.detach(), "model.embed_tokens.weight"),
     )
     assert not engine.weights
 
@@ -73,7 +84,8 @@ def test_an_adapter_is_merged_in_the_trainers_dtype_and_rounded_once(tmp_path):
         weight = site.weight.clone()
         merge_reference(Merge(weight, tuple(site.factors())))
         merged.append(weight)
-    assert torch.equal(parts(fake), torch.cat(merged).to(torch.bfloat16))
+    wanted = [rounded(w, f"{site.name}.weight") for w, site in zip(merged, shards, strict=True)]
+    assert torch.equal(parts(fake), torch.cat(wanted))
     assert all(torch.equal(w, s.weight) for w, s in zip(own, shards, strict=True))  # unchanged
     assert not engine.weights
 

@@ -3,7 +3,8 @@
 The engine and the trainer read the same storages. vLLM's LoRA kernels cost a quarter to a third of
 a decode step; a weight that already holds W + scaling * B A costs nothing. So, around generation:
 
-    with folded(Fold(model)):           # W' = round(float32(W) + scaling * B A), in place
+    with folded(Fold(model)):           # W' = round(float32(W) + scaling * B A), in place: to 16
+                                        # bits by chance (fxrl.ops.dithered)
         completions = engine.generate(...)
     # here every weight has its old bytes again, which a checksum has confirmed
 

@@ -5,18 +5,6 @@ vLLM's slots) need the same: per module one A, one B and one factor. Everything 
 beside that is refused here by name, because a rollout that leaves a part of the policy out is
 wrong without any sign of it.
 
-NOTE [Why the factors are split and not the kernel written]
-A GEMM with an accumulator (``addmm_``) already does what is wanted in one pass: read W, add the
-float32 accumulator of B A, round, write W; no float32 delta lies in memory. It wants factors
-of W's dtype, but the trainer keeps A and B in float32. A float32 number is the sum of two bf16
-numbers to 2^-17 (x = high + low), so B A = B_h A_h + B_l A_h + B_h A_l is one bf16 GEMM of three
-times the rank, [B_h B_l B_h] [A_h; A_h; A_l]. The product left out, B_l A_l, is 2^-18 of B A, while
-W' itself is rounded to 2^-8. At rank 32 this GEMM is still bound by the bytes of W.
-cuBLAS promises a float32 accumulator, not that the product meets W before it is rounded: on an H200
-the product is rounded to W's dtype first. 9 to 12 % of the entries (for usual factors) are then not
-the exact sum's nearest, off by at most half a unit in the product's last place and half one in the
-sum's. The restore brings back every bit in any case.
-
 NOTE [Why a fold into FP8 may be refused]
 Neighbours in e4m3 lie 2^-3 to 2^-4 apart, relative to them, and a LoRA's change of a weight is
 often less: W + delta W is then rounded back to W, the engine would serve the base model, and
@@ -26,7 +14,6 @@ nothing would say so. What is lost is measured, as a share of the change's norm.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -38,6 +25,7 @@ from torch import Tensor, nn
 from fxrl.engines.engine import EngineError
 from fxrl.models import QuantizedLinear, Sharded
 from fxrl.models.hf import VALUE_HEAD
+from fxrl.ops.dithered import DROPPED, dithered, seed_of
 from fxrl.ops.fp8 import dequantized, requantized
 
 PEFT_PREFIX = "base_model.model."
@@ -219,10 +207,6 @@ def _check_owners(model: nn.Module, sites: Sequence[LoraSite]) -> None:
             reach, last, last_owner = end, name, owner
 
 
-# Factors that are split at a time; about 14 bytes of scratch each, at most 230 MB.
-_SCRATCH_ELEMENTS = 2**24
-
-
 @dataclass(frozen=True, eq=False)
 class Merge:
     """One weight to fold into."""
@@ -231,12 +215,14 @@ class Merge:
     factors: tuple[Factors, ...]  # not empty
     is_transposed: bool = False
     scale: Tensor | None = None  # of a weight [out, in] in FP8, which the sum keeps
+    seed: int = 0  # of the rounding to 16 bits (``fxrl.ops.dithered``)
 
     @classmethod
     def of(cls, site: LoraSite, weight: Tensor | None = None) -> Merge:
         """A site's active adapters into its weight, or another one like it."""
         weight = site.weight if weight is None else weight
-        return cls(weight, tuple(site.factors()), site.is_transposed, site.scale)
+        seed = seed_of(site.name)
+        return cls(weight, tuple(site.factors()), site.is_transposed, site.scale, seed)
 
     def total(self) -> tuple[Tensor, Tensor]:
         """The sum and the delta in float32 (float64 for a float64 weight)."""
@@ -254,13 +240,14 @@ class Merge:
     def rounded(self, total: Tensor) -> Tensor:
         """The sum as the weight holds numbers."""
         if self.scale is None:
-            return total.to(self.weight.dtype)
+            return dithered(total, self.weight.dtype, self.seed)
         return requantized(total, self.scale)
 
 
 @torch.no_grad()
 def merge_reference(merge: Merge) -> None:
-    """The definition: the delta in float32 (float64 for a float64 weight), one rounding."""
+    """The definition: the delta in float32 (float64 for a float64 weight), one rounding, by chance
+    to 16 bits."""
     merge.weight.copy_(merge.rounded(merge.total()[0]))
 
 
@@ -303,70 +290,24 @@ def why_lost(merges: Mapping[str, Merge], *, zero_too: bool = False) -> str:
 
 
 @torch.no_grad()
-def merge_all(merges: Sequence[Merge], *, by_gemm: bool | None = None) -> None:
-    """``merge_reference`` for each, or one GEMM each (NOTE at the top).
-
-    Args:
-        merges: weights that do not overlap.
-        by_gemm: for half-precision weights; ``None`` is on a GPU only.
-    """
-    split: dict[tuple[object, ...], list[Merge]] = defaultdict(list)
+def merge_all(merges: Sequence[Merge]) -> None:
+    """``merge_reference`` for each; of 16 bits on a GPU in one pass over the weight."""
     for merge in merges:
-        wanted = merge.weight.is_cuda if by_gemm is None else by_gemm
-        if not wanted or merge.weight.dtype.itemsize != 2:
+        if merge.weight.is_cuda and merge.weight.dtype in DROPPED:
+            _merge_in_one_pass(merge)
+        else:
             merge_reference(merge)
-        elif _is_ready(merge):
-            only = merge.factors[0]
-            _accumulate(merge, only.b, only.a, only.scaling)
-        else:
-            shapes = tuple((f.a.shape, f.b.shape) for f in merge.factors)
-            split[merge.weight.dtype, merge.weight.device, shapes].append(merge)
-    for group in split.values():
-        elements = sum(f.a.numel() + f.b.numel() for f in group[0].factors)
-        step = max(1, _SCRATCH_ELEMENTS // elements)
-        for start in range(0, len(group), step):
-            _merge_split(group[start : start + step])
 
 
-def _is_ready(merge: Merge) -> bool:
-    """One pair of the weight's own dtype; several would round once each."""
-    only, *others = merge.factors
-    return not others and only.a.dtype == only.b.dtype == merge.weight.dtype
+def _merge_in_one_pass(merge: Merge) -> None:
+    from fxrl.kernels.merge import merge as kernel  # Triton, which only a GPU needs
 
-
-def _merge_split(group: Sequence[Merge]) -> None:
-    """Weights of one shape; their factors are split together, in a handful of kernels."""
-    dtype = group[0].weight.dtype
-    pairs = range(len(group[0].factors))
-    scalings = [[m.factors[i].scaling for i in pairs] for m in group]
-    # The factor is applied to the accumulator in float32; several pairs need it on B already.
-    shared = {s for row in scalings for s in row}
-    alpha = shared.pop() if len(shared) == 1 else None
-    left, right = [], []
-    for i in pairs:
-        b = torch.stack([m.factors[i].b for m in group]).float()
-        a = torch.stack([m.factors[i].a for m in group]).float()
-        if alpha is None:
-            b = b * b.new_tensor([row[i] for row in scalings])[:, None, None]
-        (b_high, b_low), (a_high, a_low) = _split(b, dtype), _split(a, dtype)
-        left += [b_high, b_low, b_high]
-        right += [a_high, a_high, a_low]
-    lefts, rights = torch.cat(left, dim=2), torch.cat(right, dim=1)
-    for merge, b, a in zip(group, lefts, rights, strict=True):
-        _accumulate(merge, b, a, 1.0 if alpha is None else alpha)
-
-
-def _split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    high = value.to(dtype)
-    return high, (value - high).to(dtype)
-
-
-def _accumulate(merge: Merge, b: Tensor, a: Tensor, alpha: float) -> None:
-    with torch.autocast(merge.weight.device.type, enabled=False):
-        if merge.is_transposed:
-            merge.weight.addmm_(a.t(), b.t(), alpha=alpha)
-        else:
-            merge.weight.addmm_(b, a, alpha=alpha)
+    first, *others = merge.factors
+    b, a, scaling = first.b, first.a, first.scaling
+    if others:
+        b = torch.cat([pair.scaling * pair.b.float() for pair in merge.factors], 1)
+        a, scaling = torch.cat([pair.a.float() for pair in merge.factors]), 1.0
+    kernel(merge.weight.t() if merge.is_transposed else merge.weight, b, a, scaling, merge.seed)
 
 
 def why_not_mergeable(model: nn.Module) -> str:
@@ -389,8 +330,9 @@ def why_not_mergeable(model: nn.Module) -> str:
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers by checkpoint names, one at a time.
 
-    Plain LoRA is merged in float32 with one rounding; anything else of PEFT's (DoRA, LoHa, ...) by
-    PEFT's own code, on a copy of the layer. A tied weight is given once, by its first name.
+    Plain LoRA is merged in float32 with one rounding, by chance; anything else of PEFT's (DoRA,
+    LoHa, ...) by PEFT's own code, on a copy of the layer. A tied weight is given once, by its first
+    name.
     """
     if reason := why_not_mergeable(model):
         raise AdapterError(f"lora: {reason}; leave it out of the adapter, or share the weights")
