@@ -161,8 +161,8 @@ def _built(self: Any, value: Any) -> Any:
 
 
 def _is_instance(self: Any, kind: type) -> bool:
-    """Whether an entry is still in its dict is asked of the entry. One from outside is, and need not
-    be looked into for that."""
+    """Whether an entry is still in its dict is asked of the entry, which is not looked into for
+    that: one from outside was not deleted."""
     return kind is not DeletedVariable and _isinstance(self, kind)
 
 
