@@ -192,6 +192,7 @@ def keeps(model: nn.Module, batch: Any, kept: Kept) -> torch.Tensor:
     kept["pair"].append((loss.item(), len(batch["ids"])))
     kept["row"].append(row := {"loss": loss.detach()})
     row["twice"] = 2 * loss.item()
+    kept["tokens"] = [batch["ids"].numel()]
     return loss
 
 

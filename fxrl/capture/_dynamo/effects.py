@@ -45,6 +45,9 @@ from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.segments import in_segments
 
 _TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+_tracing: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
+_is_constant_dict = ConstDictVariable.is_python_constant
+_end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _print = DebuggingVariable.call_function
 _load = _TRANSLATOR._load_attr
 _wrap = VariableBuilder._wrap
@@ -102,6 +105,21 @@ def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) ->
     function(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
 
+def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
+    self.is_traced = True
+    return _end_graph(self, tx, *args, **kwargs)
+
+
+def _is_constant(self: Any) -> bool:
+    """A dict that was written to is asked whether all of it is constant, to make its code: what the
+    trace did not look into is not for that."""
+    entries = self.items.values()
+    untouched = any(type(one) is LazyVariableTracker and not one.is_realized() for one in entries)
+    skipped = untouched and hasattr(_tracing().output, "is_traced")
+    return not skipped and bool(_is_constant_dict(self))
+
+
 def _attribute(self: Any, name: Any) -> None:
     """``seen.append``, where it is called and nothing is known of ``seen`` yet."""
     owner, called = self.stack[-1], self.current_instruction
@@ -149,7 +167,7 @@ def _is_made_here(item: Any) -> bool:
 def _built(self: Any, value: Any) -> Any:
     """A list is looked into after all: what waits to be appended to it has been by now."""
     built = _wrap(self, value)
-    if type(value) not in _LISTS:
+    if type(value) not in _LISTS or hasattr(self.tx.output, "is_traced"):
         return built
     end = getattr(self.tx.output.root_tx, "debug_locals", [])
     for entry in [entry for entry in end if getattr(entry[0], "value", None) is value]:
@@ -230,6 +248,8 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (logging.getLogger, "_dynamo_marked_constant", True),
     (TensorVariable, "_method_register_hook", _hooked),
     (SkipFunctionVariable, "call_function", _skipped),
+    (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
+    (ConstDictVariable, "is_python_constant", _is_constant),
     (_TRANSLATOR, "_load_attr", _attribute),
     (VariableBuilder, "_wrap", _built),
     (LazyVariableTracker, "lazy_isinstance", _is_instance),
