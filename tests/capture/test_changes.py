@@ -192,6 +192,7 @@ def keeps(model: nn.Module, batch: Any, kept: Kept) -> torch.Tensor:
     kept["pair"].append((loss.item(), len(batch["ids"])))
     kept["row"].append(row := {"loss": loss.detach()})
     row["twice"] = 2 * loss.item()
+    kept["both"].extend((loss.item(), 1))
     kept["tokens"] = [batch["ids"].numel()]
     return loss
 
@@ -199,7 +200,7 @@ def keeps(model: nn.Module, batch: Any, kept: Kept) -> torch.Tensor:
 def keeps_and_reads(model: nn.Module, batch: Any, kept: Kept) -> torch.Tensor:
     loss, same = policy_loss(model, batch), kept["same"]
     kept["loss"].append(loss.item())
-    kept["loss"].append(1.0)
+    kept["loss"].extend([1.0])
     return loss * (kept["loss"][-2] + len(same))
 
 

@@ -125,31 +125,31 @@ def _attribute(self: Any, name: Any) -> None:
     owner, called = self.stack[-1], self.current_instruction
     method = called.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and called.arg % 2)
     untouched = type(owner) is LazyVariableTracker and not owner.is_realized()
-    if name == "append" and method and untouched and owner.peek_type() in _LISTS:
+    if name in ("append", "extend") and method and untouched and owner.peek_type() in _LISTS:
         self.pop()
-        self.push(_Append(owner))
+        self.push(_Grow(owner, name))
     else:
         _load(self, name)
 
 
-class _Append(VariableTracker):
-    """``append`` of a list from outside, by code behind the graph.
+class _Grow(VariableTracker):
+    """``append`` or ``extend`` of a list from outside, by code behind the graph.
 
     NOTE [Why the list is not looked into]: it would be guarded to be as long as it is. Where a
     trainer keeps its metrics (``self.metrics["kl"].append(kl.item())``) each of its steps would be
     captured anew.
     """
 
-    def __init__(self, owner: Any) -> None:
-        super().__init__(source=AttrSource(owner.source, "append"))
-        self.owner, self.value = owner, owner.peek_value()
+    def __init__(self, owner: Any, name: str) -> None:
+        super().__init__(source=AttrSource(owner.source, name))
+        self.owner, self.value, self.name = owner, owner.peek_value(), name
 
     def call_function(self, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         ignored = tx.next_instruction.opname == "POP_TOP"
         may_wait = ignored and len(args) == 1 and not kwargs and not _in_body(tx)
         known = self.owner.is_realized() or self.value in tx.output.side_effects
         if known or not may_wait or not _is_made_here(args[0]):
-            return self.owner.realize().call_method(tx, "append", args, kwargs)
+            return self.owner.realize().call_method(tx, self.name, args, kwargs)
         install_guard(self.owner.source.make_guard(GuardBuilder.TYPE_MATCH))
         tx.output.root_tx.debug_locals.append((self, [*args]))
         return ConstantVariable.create(None)
@@ -174,7 +174,7 @@ def _built(self: Any, value: Any) -> Any:
         end.remove(entry)
         if (source := entry[0].owner.source) != self.source:  # one list, as long as it is one
             self.install_guards(partial(GuardBuilder.DUPLICATE_INPUT, source_b=source))
-        built.call_method(self.tx, "append", entry[1], {})
+        built.call_method(self.tx, entry[0].name, entry[1], {})
     return built
 
 
