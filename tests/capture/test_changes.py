@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,6 +181,39 @@ def test_what_python_holds_may_change() -> None:
         assert read() != before
         assert_matches_eager(step, loss, model, batch)
     assert fused(step)
+
+
+Kept = defaultdict[str, list[Any]]
+
+
+def keeps(model: nn.Module, batch: Any, kept: Kept) -> torch.Tensor:
+    loss = policy_loss(model, batch)
+    kept["loss"].append(loss.item())
+    kept["pair"].append((loss.item(), len(batch["ids"])))
+    kept["row"].append(row := {"loss": loss.detach()})
+    row["twice"] = 2 * loss.item()
+    kept["both"].extend((loss.item(), 1))
+    kept["tokens"] = [batch["ids"].numel()]
+    return loss
+
+
+def keeps_and_reads(model: nn.Module, batch: Any, kept: Kept) -> torch.Tensor:
+    loss, same = policy_loss(model, batch), kept["same"]
+    kept["loss"].append(loss.item())
+    kept["loss"].extend([1.0])
+    return loss * (kept["loss"][-2] + len(same))
+
+
+@pytest.mark.parametrize(("loss_fn", "made"), [(keeps, 2), (keeps_and_reads, 4)])
+def test_a_list_that_grows_is_not_looked_into_unless_it_is_read(loss_fn: Any, made: int) -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    kept, wanted = (defaultdict(list, same=same, loss=same) for same in ([], []))
+    step = optimize(model, partial(loss_fn, kept=kept), CONFIG)
+    for _ in range(4):
+        assert_same(step(batch), loss_fn(model, batch, wanted))
+    assert_same([*kept.values()], [*wanted.values()])
+    assert fused(step)
+    assert captures(step) == made
 
 
 def test_the_model_may_change() -> None:

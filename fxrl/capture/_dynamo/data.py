@@ -34,6 +34,7 @@ from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import NullVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxrl.capture._torch import dynamo_config
 from fxrl.capture.branches import Branches
@@ -239,12 +240,17 @@ def _likely_length(rows: torch.Tensor) -> int | None:
 
 
 def _range(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """``range(0, n, 512)`` over as many rows as data says: of so many rounds, which is checked."""
+    """``range(0, n, 512)`` over as many rows as data says: of so many rounds, which is checked. One
+    round of all rows, ``range(0, n, n)``, is one whatever n is."""
     zero, one = ConstantVariable.create(0), ConstantVariable.create(1)
     given = [arg.realize() for arg in args]
     if len(given) not in (1, 2, 3):
         return _make_range(self, tx, *args, **kwargs)
     start, stop, step = (zero, *given, one) if len(given) == 1 else (*given, one)[:3]
+    if _is_one_round(start, stop, step):
+        return _make_range(
+            self, tx, start, ConstantVariable.create(start.as_python_constant() + 1), one
+        )
     fixed = start.is_python_constant() and step.is_python_constant()
     unknown = isinstance(stop, SymNodeVariable) and _known_when_run(stop)
     branch, rounds = (fixed and unknown and _follow(tx.output, _line(), 1)) or (0, _MANY_ROWS)
@@ -256,6 +262,14 @@ def _range(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     call("call_function", counted_rounds, (end, first, by, rounds, branch), {})
     ends = (first, first + rounds * by, by)
     return _make_range(self, tx, *map(ConstantVariable.create, ends))
+
+
+def _is_one_round(start: Any, stop: Any, step: Any) -> bool:
+    if not (start.is_python_constant() and isinstance(step, SymNodeVariable)):
+        return False
+    end = stop.sym_num if isinstance(stop, SymNodeVariable) else stop.as_python_constant()
+    rows = end - start.as_python_constant()
+    return statically_known_true(rows > 0) and statically_known_true(rows <= step.sym_num)
 
 
 def _split(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,33 +1,39 @@
-"""What does something besides computing: prints, logs, hooks for gradients, clocks.
+"""What does something besides computing: prints, logs, kept metrics, hooks for gradients, clocks.
 
-What is printed waits for the graph's end, a hook that never looks at its gradient for the loss, and
-a clock is read as the graph runs. Loggers are asked at once, under guards.
+What is printed, or appended to a list from outside, waits for the graph's end, a hook that never
+looks at its gradient for the loss, and a clock is read as the graph runs. Loggers are asked at
+once, under guards.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
 import logging
+import sys
+from collections import deque
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
+import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
+    LazyVariableTracker,
     SkipFunctionVariable,
     SymNodeVariable,
     TensorVariable,
     TupleVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
 from torch._dynamo.variables.lists import ListVariable, SizeVariable
 from torch._dynamo.variables.misc import (
     DebuggingVariable,
+    DeletedVariable,
     LoggingLoggerVariable,
     StringFormatVariable,
 )
@@ -38,10 +44,18 @@ from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.segments import in_segments
 
+_TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+_tracing: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
+_is_constant_dict = ConstDictVariable.is_python_constant
+_end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _print = DebuggingVariable.call_function
+_load = _TRANSLATOR._load_attr
+_wrap = VariableBuilder._wrap
+_isinstance = LazyVariableTracker.lazy_isinstance
 _ask_logger = LoggingLoggerVariable.call_method
 _register_hook = TensorVariable._method_register_hook
 _call_skipped = SkipFunctionVariable.call_function
+_LISTS = (list, deque)
 _PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
 
 
@@ -89,6 +103,85 @@ def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) ->
     """``function``, by captured code: with keywords of these names, which Dynamo leaves out, and
     whose values come first."""
     function(*values[len(names) :], **dict(zip(names, values, strict=False)))
+
+
+def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
+    self.is_traced = True
+    return _end_graph(self, tx, *args, **kwargs)
+
+
+def _is_constant(self: Any) -> bool:
+    """A dict that was written to is asked whether all of it is constant, to make its code: what the
+    trace did not look into is not for that."""
+    entries = self.items.values()
+    untouched = any(type(one) is LazyVariableTracker and not one.is_realized() for one in entries)
+    skipped = untouched and hasattr(_tracing().output, "is_traced")
+    return not skipped and bool(_is_constant_dict(self))
+
+
+def _attribute(self: Any, name: Any) -> None:
+    """``seen.append``, where it is called and nothing is known of ``seen`` yet."""
+    owner, called = self.stack[-1], self.current_instruction
+    method = called.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and called.arg % 2)
+    untouched = type(owner) is LazyVariableTracker and not owner.is_realized()
+    if name in ("append", "extend") and method and untouched and owner.peek_type() in _LISTS:
+        self.pop()
+        self.push(_Grow(owner, name))
+    else:
+        _load(self, name)
+
+
+class _Grow(VariableTracker):
+    """``append`` or ``extend`` of a list from outside, by code behind the graph.
+
+    NOTE [Why the list is not looked into]: it would be guarded to be as long as it is. Where a
+    trainer keeps its metrics (``self.metrics["kl"].append(kl.item())``) each of its steps would be
+    captured anew.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        super().__init__(source=AttrSource(owner.source, name))
+        self.owner, self.value, self.name = owner, owner.peek_value(), name
+
+    def call_function(self, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        ignored = tx.next_instruction.opname == "POP_TOP"
+        may_wait = ignored and len(args) == 1 and not kwargs and not _in_body(tx)
+        known = self.owner.is_realized() or self.value in tx.output.side_effects
+        if known or not may_wait or not _is_made_here(args[0]):
+            return self.owner.realize().call_method(tx, self.name, args, kwargs)
+        install_guard(self.owner.source.make_guard(GuardBuilder.TYPE_MATCH))
+        tx.output.root_tx.debug_locals.append((self, [*args]))
+        return ConstantVariable.create(None)
+
+
+def _is_made_here(item: Any) -> bool:
+    """Whether it is a value, or a list, tuple or dict of values that the graph's code makes."""
+    item = item.realize()
+    if type(item) not in (ListVariable, TupleVariable, ConstDictVariable):
+        return isinstance(item, _PRINTED)
+    parts = item.items.values() if isinstance(item, ConstDictVariable) else item.items
+    return not item.source and all(map(_is_made_here, parts))
+
+
+def _built(self: Any, value: Any) -> Any:
+    """A list is looked into after all: what waits to be appended to it has been by now."""
+    built = _wrap(self, value)
+    if type(value) not in _LISTS or hasattr(self.tx.output, "is_traced"):
+        return built
+    end = getattr(self.tx.output.root_tx, "debug_locals", [])
+    for entry in [entry for entry in end if getattr(entry[0], "value", None) is value]:
+        end.remove(entry)
+        if (source := entry[0].owner.source) != self.source:  # one list, as long as it is one
+            self.install_guards(partial(GuardBuilder.DUPLICATE_INPUT, source_b=source))
+        built.call_method(self.tx, entry[0].name, entry[1], {})
+    return built
+
+
+def _is_instance(self: Any, kind: type) -> bool:
+    """Whether an entry is still in its dict is asked of the entry, which is not looked into for
+    that: one from outside was not deleted."""
+    return kind is not DeletedVariable and _isinstance(self, kind)
 
 
 def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -155,4 +248,9 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (logging.getLogger, "_dynamo_marked_constant", True),
     (TensorVariable, "_method_register_hook", _hooked),
     (SkipFunctionVariable, "call_function", _skipped),
+    (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
+    (ConstDictVariable, "is_python_constant", _is_constant),
+    (_TRANSLATOR, "_load_attr", _attribute),
+    (VariableBuilder, "_wrap", _built),
+    (LazyVariableTracker, "lazy_isinstance", _is_instance),
 ]

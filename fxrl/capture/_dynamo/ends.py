@@ -28,7 +28,6 @@ from torch._dynamo.variables import (
 from fxrl.capture._dynamo.data import is_subscript
 
 _tracer: Any = torch._dynamo.symbolic_convert
-_end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
 _may_end_here = _TRANSLATOR.should_compile_partial_graph
 _call_function = _TRANSLATOR.call_function
@@ -36,11 +35,6 @@ _leave_rest_out = _TRANSLATOR.step_graph_break
 # None in torch 2.11, whose own can be rebuilt.
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
 _MANY_LAYERS = 32  # each is captured on its own then
-
-
-def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
-    return _end_graph(self, tx, *args, **kwargs)
 
 
 def _may_end(self: Any) -> bool:
@@ -192,7 +186,6 @@ def callers(translator: Any) -> Iterator[Any]:
 
 
 REPLACED: list[tuple[Any, str, Any]] = [
-    (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
     (_TRANSLATOR, "call_function", _call),
     (_TRANSLATOR, "maybe_has_backedge", _in_loop),
