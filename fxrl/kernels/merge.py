@@ -13,7 +13,7 @@ from torch import Tensor
 from fxrl.kernels.jit import jit, jit_unspecialized, on_device
 from fxrl.ops.dithered import DROPPED
 
-_ROWS, _COLUMNS, _RANK = 64, 128, 32  # of a program, and of a step of it
+_ROWS, _COLUMNS, _RANK = 64, 64, 32  # of a program, and of a step of it
 
 
 @jit_unspecialized("seed", "rank")
@@ -55,8 +55,8 @@ def _merge(
 
 @jit
 def _chance(seed: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """32 bits for each place: MurmurHash3's finalizer, which a pass over a weight does not wait
-    for, as it would for Philox (9 of 11 ms for 1.4e9 entries on an H100)."""
+    """32 bits for each place: MurmurHash3's finalizer. With Philox 1.4e9 entries took 10.9 ms
+    instead of 7.1 on an H100."""
     bits = place.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
