@@ -1,6 +1,7 @@
 """Capture: how often a step compiles, what a graph break costs, what a second process reuses."""
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -10,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import fxrl
 from fxrl.inspect.dump import record_of
-from fxrl.ir.printer import print_graph
 from tests.capture.mixer import assert_matches_eager, fixed
 
 ROOT = Path(__file__).parents[2]
@@ -142,36 +141,37 @@ def test_a_record_holds_every_stage():
     assert 'extern "C"' in region.generated["vjp.py"], "the kernels stand in the wrapper"
 
 
-def compiled():
-    """What a process makes of a step, how much of it no cache had, and how much one had."""
-    torch.manual_seed(0)
-    counters.clear()
-    step = step_for(Lm(), compile_regions=True)
-    step(batch_of(2, 7)).backward()
-    counts = counters["inductor"]
-    made = [sorted(step.captures[0].kernels), print_graph(step.captures[0].rewritten.gm)]
-    return [made, counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"]]
-
-
 _SECOND_PROCESS = """
-import json, sys
+import json, sys, torch
 sys.path.insert(0, {root!r})
-from tests.compile.test_capture import compiled
-print(json.dumps(compiled()))
+from torch._dynamo.utils import counters
+from fxrl.ir.printer import print_graph
+from tests.compile.test_capture import Lm, batch_of, step_for
+torch.manual_seed(0)
+step = step_for(Lm(), compile_regions=True)
+step(batch_of(2, 7)).backward()
+counts = counters["inductor"]
+made = [sorted(step.captures[0].kernels), print_graph(step.captures[0].rewritten.gm)]
+print(json.dumps([made, counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"]]))
 """
 
 
-def test_a_second_process_finds_the_first_ones_code(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("PYTHONHASHSEED", "random")
-    made, misses, hits = compiled()
+def test_a_second_process_finds_the_first_ones_code(tmp_path):
+    def compile_in_a_process():
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+            "PYTHONHASHSEED": "random",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", _SECOND_PROCESS.format(root=str(ROOT))],
+            capture_output=True, text=True, env=environment, check=True, timeout=300,
+        )  # fmt: skip
+        return json.loads(done.stdout.splitlines()[-1])
+
+    made, misses, hits = compile_in_a_process()
     assert (misses, hits) == (2, 0)  # cold: forward and vjp
-    done = subprocess.run(
-        [sys.executable, "-c", _SECOND_PROCESS.format(root=str(ROOT))],
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
-    # warm; the same ids and the same printed graph
-    assert json.loads(done.stdout.splitlines()[-1]) == [made, 0, 2]
+    assert compile_in_a_process() == [made, 0, 2]  # warm; the same ids and the same printed graph
 
 
 WIDTH = """

@@ -36,9 +36,9 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
     ("kind", "layers", "calls", "bodies", "checkpointed"),
     [
         ("qwen3", 3, 3, 1, False),
-        ("qwen3", 2, 2, 1, True),
+        ("qwen3", 3, 3, 1, True),
         ("gemma3", 2, 2, 2, False),
-        ("gpt2", 2, 2, 1, False),
+        ("gpt2", 3, 3, 1, False),
         ("mixtral", 2, 4, 3, False),
     ],
 )
