@@ -110,9 +110,11 @@ class Loops(nn.Module):
 
 
 # ---------------------------------------------------------------------------- experts in one tensor
-def fused_experts(kind: str, implementation: str = "batched_mm", **sizes: Any) -> nn.Module:
+def fused_experts(
+    kind: str, implementation: str = "batched_mm", layers: int = 2, **sizes: Any
+) -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=layers,
         num_attention_heads=2, num_key_value_heads=2, num_experts_per_tok=TOP,
         max_position_embeddings=32, pad_token_id=0, **sizes,
     )  # fmt: skip
@@ -138,7 +140,7 @@ MIXTURES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "qwen3": (lambda: fused_experts("Qwen3Moe", **QWEN), True),
     "gpt-oss": (lambda: fused_experts("GptOss", **GPT), True),
     "deepseek": (lambda: fused_experts("DeepseekV3", **DEEPSEEK), True),
-    "mixtral-loop": (lambda: fused_experts("Mixtral", "eager", num_local_experts=EXPERTS), True),
+    "mixtral-loop": (lambda: fused_experts("Mixtral", "eager", 1, num_local_experts=EXPERTS), True),
     "where": (lambda: Loops(where), True),
     "unless-empty": (lambda: Loops(unless_empty), True),
     "each-hit": (lambda: Loops(each_hit), False),
