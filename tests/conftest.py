@@ -63,8 +63,8 @@ def _check_every_value():
 
 @pytest.fixture(autouse=True, scope="session")
 def _guards_are_not_timed():
-    """Dynamo times its guards once for its log, behind a flush of the CPU's caches, which takes a
-    tenth of a small capture."""
+    """Dynamo times its guards once for its log, behind a flush of the CPU's caches, which costs up
+    to a quarter of a small capture."""
     import torch._dynamo.guards
 
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
