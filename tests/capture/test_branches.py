@@ -132,7 +132,7 @@ sized_slices = pytest.mark.skipif(
     [
         (early, (7, 8)),
         (entries, (4,)),
-        (rows, (7,)),
+        pytest.param(rows, (7,), marks=pytest.mark.slow),
         (kinds, (7,)),
         pytest.param(chunks, (7, 8), marks=sized_slices),
         (parts, (7,)),
