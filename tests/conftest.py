@@ -32,7 +32,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """A GPU is for the tests that ask for one: all others, and what they start, run on the CPU."""
-    if "not gpu" in config.option.markexpr:
+    if "not gpu" in config.option.markexpr or config.option.markexpr == "slow":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -59,6 +59,15 @@ def _check_every_value():
     from fxrl.ir.pipeline import Pipeline
 
     Pipeline.check_values = True
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _guards_are_not_timed():
+    """Dynamo times its guards once for its log, behind a flush of the CPU's caches, which costs up
+    to a quarter of a small capture."""
+    import torch._dynamo.guards
+
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture

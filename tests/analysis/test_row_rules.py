@@ -215,7 +215,7 @@ def test_refused(reason):
     assert miss.refusal.reason.startswith(reason)
 
 
-@settings(max_examples=25, derandomize=True, deadline=None, database=None)
+@settings(max_examples=10, derandomize=True, deadline=None, database=None)
 @given(st.permutations(range(ROWS)))
 def test_permuting_tokens_permutes_results(order):
     """The same program on the tokens in another order: the results in that order."""

@@ -66,7 +66,12 @@ def test_fxrls_rows_stand_beside_trls(tmp_path):
 
 @pytest.mark.usefixtures("in_this_process", "fresh_dynamo")
 @pytest.mark.parametrize(
-    ("kind", "variant"), [("kto", "eager"), ("distill", "eager"), ("reward_model", "fxrl")]
+    ("kind", "variant"),
+    [
+        pytest.param("kto", "eager", marks=pytest.mark.slow),
+        ("distill", "eager"),
+        ("reward_model", "fxrl"),
+    ],
 )
 def test_fxrl_train_goes_as_trl(kind, variant, tmp_path):
     out = tmp_path / "rows.json"

@@ -132,10 +132,10 @@ sized_slices = pytest.mark.skipif(
     [
         (early, (7, 8)),
         (entries, (4,)),
-        (rows, (7,)),
+        pytest.param(rows, (7,), marks=pytest.mark.slow),
         (kinds, (7,)),
         pytest.param(chunks, (7, 8), marks=sized_slices),
-        (parts, (7, 8)),
+        (parts, (7,)),
     ],
 )
 def test_a_branch_costs_no_rewrite_and_goes_each_way_once(loss, lengths):

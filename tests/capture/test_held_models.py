@@ -12,6 +12,7 @@ from torch import nn
 
 import fxrl
 from tests.capture.mixer import fixed
+from tests.rows import rows
 
 CONFIG = fxrl.Config(
     passes=("fuse-linear-logprob",), min_saved_bytes=0, compile_regions=False, on_miss="ignore"
@@ -159,19 +160,23 @@ def check(step, model, loss, given=ONE):
     torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-11)
 
 
+#: The one way in which sizes vary, too.
+VARIED = in_a_closure
+
+
 @pytest.mark.parametrize(
     "hold",
     [
-        in_a_closure,
+        VARIED,
         in_a_global,
         lambda reference: partial(against, reference),
-        Held,
+        pytest.param(Held, marks=pytest.mark.slow),
         lambda reference: Held(reference).method,
         lambda reference: Held(teachers=[reference]).in_a_list,
-        lambda reference: Held(reference).of_a_property,
+        pytest.param(lambda reference: Held(reference).of_a_property, marks=pytest.mark.slow),
         lambda reference: Module(reference).loss,
-        lambda reference: partial(in_a_closure(reference)),
-        by_default,
+        pytest.param(lambda reference: partial(in_a_closure(reference)), marks=pytest.mark.slow),
+        pytest.param(by_default, marks=pytest.mark.slow),
     ],
     ids=[
         "closure",
@@ -190,20 +195,20 @@ def test_layers_of_a_held_model_are_captured_once(hold):
     model, reference = make(), frozen()
     loss = hold(reference)
     step = fxrl.optimize(model, loss, CONFIG)
-    for length in (6, 9):
-        check(step, model, loss, ids(length))
+    for given in (ids(6), ids(9)) if hold is VARIED else (ONE,):
+        check(step, model, loss, given)
     assert captured_once(step) == "8 layers were captured as 2"
     assert len(step.captures) == 1
     assert not any("one by one" in r.reason for r in step.report.remarks)
 
 
-@pytest.mark.parametrize("holder", [Held, Module])
+@pytest.mark.parametrize("holder", rows([Held, Module], [Module]))
 def test_a_held_model_that_is_replaced_is_followed_and_let_go(holder):
     model, held = make(), holder(frozen())
     loss = getattr(held, "method", None) or held.loss
     step = fxrl.optimize(model, loss, CONFIG)
     check(step, model, loss)
-    for _ in range(3):
+    for _ in range(2):
         old = [weakref.ref(p) for p in held.reference.parameters()]
         with torch.no_grad():
             for p in model.parameters():
@@ -269,16 +274,16 @@ def none_in_layers(model, held):
     "change",
     [
         deeper,
-        evaluated_copy,
+        pytest.param(evaluated_copy, marks=pytest.mark.slow),
         layer_of_the_policy,
-        layer_of_another_kind,
+        pytest.param(layer_of_another_kind, marks=pytest.mark.slow),
         tied_otherwise,
-        tied_to_the_policy,
+        pytest.param(tied_to_the_policy, marks=pytest.mark.slow),
         settings_of_all_layers,
-        settings_of_a_layer,
+        pytest.param(settings_of_a_layer, marks=pytest.mark.slow),
         hook_of_a_layer,
         the_policy,
-        none_in_layers,
+        pytest.param(none_in_layers, marks=pytest.mark.slow),
     ],
 )
 def test_a_held_model_that_is_another_kind_later(change):

@@ -465,8 +465,15 @@ class CheckpointedAround(Layer):
         return super().forward(x) * (2 if use_cache else 1)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("named", "trained"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_that_are_checkpointed_around_are_captured_once(monkeypatch, trained, named):
     """Switched on, off and on again; a hook is outside of it."""
 
@@ -757,14 +764,14 @@ def test_a_class_of_dict_that_is_written_elsewhere_is_harmless():
         (Layer, Biased),
         (Layer, SwitchedInside),
         (ReadsTheContext, TellsTheContext),
-        (CountsInTheContext, ReadsTheCount),
+        pytest.param(CountsInTheContext, ReadsTheCount, marks=pytest.mark.slow),
         (AddsToAList, Makes),
-        (AddsInside, Makes),
-        (AddsToAnObject, Makes),
+        pytest.param(AddsInside, Makes, marks=pytest.mark.slow),
+        pytest.param(AddsToAnObject, Makes, marks=pytest.mark.slow),
         (AddsToACell, Makes),
         (LooksItsGainUp, KnowsItsLayers),
         (AsksForItself, KnowsItsLayers),
-        (ReadsTheFirst, KnowsItsLayers),
+        pytest.param(ReadsTheFirst, KnowsItsLayers, marks=pytest.mark.slow),
     ],
     ids=[
         "number",
@@ -867,7 +874,10 @@ class InLists(Model):
 
 @pytest.mark.parametrize(
     ("kind", "model", "said"),
-    [(Rounded, Model, "4 layers were captured as 1"), (Lists, InLists, "")],
+    [
+        pytest.param(Rounded, Model, "4 layers were captured as 1", marks=pytest.mark.slow),
+        (Lists, InLists, ""),
+    ],
     ids=["as an argument", "in a list"],
 )
 def test_a_first_layer_that_is_fed_no_gradient_stands_for_some_that_are(kind, model, said):
@@ -915,7 +925,11 @@ class OfTwoKinds(Quantized):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Quantized, "captured as 1"), (OfTwoKinds, "captured as 2")]
+    ("kind", "said"),
+    [
+        (Quantized, "captured as 1"),
+        pytest.param(OfTwoKinds, "captured as 2", marks=pytest.mark.slow),
+    ],
 )
 def test_layers_whose_weights_have_objects_with_tensors(kind, said):
     model = make(kind)
@@ -996,11 +1010,11 @@ def another_class(model):
     "change",
     [
         hook,
-        hook_of_a_layer,
-        another_class,
+        pytest.param(hook_of_a_layer, marks=pytest.mark.slow),
+        pytest.param(another_class, marks=pytest.mark.slow),
         replaced_weight,
         replaced_module,
-        replaced_layer,
+        pytest.param(replaced_layer, marks=pytest.mark.slow),
         swapped_layers,
         gain,
         thawed,
@@ -1092,7 +1106,9 @@ def qwen(*layer_types):
     return transformers.AutoModelForCausalLM.from_config(config).double()
 
 
-@pytest.mark.parametrize(("use_cache", "given"), [(True, ONE), (False, batch())])
+@pytest.mark.parametrize(
+    ("use_cache", "given"), [pytest.param(True, ONE, marks=pytest.mark.slow), (False, batch())]
+)
 def test_transformers_layers_of_two_kinds(use_cache, given):
     model = qwen(*("full", "sliding") * 2)
 

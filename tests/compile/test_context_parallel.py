@@ -25,12 +25,13 @@ from fxrl.models import quantize
 from fxrl.ops import context_parallel
 from fxrl.ops.context_parallel import told_by_first
 from fxrl.step import TrainStep, optimize
+from tests.capture.mixer import fixed
 from tests.compile.shared_sequences import Model, batch_of, in_ranks, silent_group
 
 
 @dataclass
 class Case:
-    """A step that is captured with the first batch and runs all of them.
+    """A step that is captured with the first batch and runs all of them. Sizes vary with them.
 
     Attributes:
         sharing: ranks that share a sequence, by default all; then each such group has its own part
@@ -321,6 +322,8 @@ def found_by_ranks() -> dict[str, list[list[str]]]:
             for case in mine.values():
                 make_step(case)
             for case in mine.values():
+                if len(case.batches) == 1:
+                    fixed(case.batches)
                 case.step(case.batches[0])  # captured and compiled; the numbers are nobody's
                 if case.precision == "fp8":
                     case.alone(case.batches[0])

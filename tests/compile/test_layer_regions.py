@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("kind", "layers", "calls", "bodies", "checkpointed"),
     [
-        ("qwen3", 3, 3, 1, False),
+        pytest.param("qwen3", 3, 3, 1, False, marks=pytest.mark.slow),
         ("qwen3", 3, 3, 1, True),
         ("gemma3", 2, 2, 2, False),
         ("gpt2", 3, 3, 1, False),

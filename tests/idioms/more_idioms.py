@@ -18,11 +18,14 @@ HOOKED = APPLY if torch.__version__.startswith(("2.11.", "2.12.")) else REFUSE
 MORE: dict[str, Callable] = {}
 
 
-def shape(verdict: str) -> Callable:
-    """Register a loss shape with the verdict it should get."""
+def shape(verdict: str, *, seldom: bool = False) -> Callable:
+    """Register a loss shape with the verdict it should get.
+
+    Of the shapes that are seldom run, each op, remark and branch of fxrl is another one's, too.
+    """
 
     def register(fn: Callable) -> Callable:
-        fn.verdict = verdict
+        fn.verdict, fn.seldom = verdict, seldom
         MORE[fn.__name__] = fn
         return fn
 
@@ -41,7 +44,7 @@ def advanced_index_flat(hidden, weight, ids, mask, adv):
     return _pg(z[n, ids[:, 1:].flatten()].view(ids.size(0), -1), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def advanced_index_two_dims(hidden, weight, ids, mask, adv):
     z = head(hidden, weight).log_softmax(-1)
     b = torch.arange(z.size(0))[:, None]
@@ -49,13 +52,13 @@ def advanced_index_two_dims(hidden, weight, ids, mask, adv):
     return _pg(z[b, t, ids[:, 1:]], mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def take_along_dim(hidden, weight, ids, mask, adv):
     lp = torch.take_along_dim(head(hidden, weight).log_softmax(2), ids[:, 1:, None], dim=2)
     return _pg(lp.squeeze(2), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def nll_loss_mean(hidden, weight, ids, mask):
     lp = head(hidden, weight).log_softmax(-1)
     return F.nll_loss(lp.flatten(0, 1), _labels(ids, mask)[:, 1:].flatten(), ignore_index=-100)
@@ -74,27 +77,27 @@ def one_hot_einsum(hidden, weight, ids, mask, adv):
     return _pg(torch.einsum("btv,btv->bt", lp, hot), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def equality_mask(hidden, weight, ids, mask, adv):
     lp = head(hidden, weight).log_softmax(-1)
     hit = torch.arange(lp.size(-1)) == ids[:, 1:, None]
     return _pg(lp.masked_fill(~hit, 0.0).sum(-1), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def labels_rolled(hidden, weight, ids, mask, adv):
     lp = _logp(F.linear(hidden, weight), ids.roll(-1, 1))[:, :-1]
     return _pg(lp, mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def labels_padded(hidden, weight, ids, mask):
     labels = F.pad(_labels(ids, mask), (0, 1), value=-100)[:, 1:]
     z = F.linear(hidden, weight)
     return F.cross_entropy(z.view(-1, z.size(-1)), labels.reshape(-1))
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def labels_clamped_then_masked(hidden, weight, ids, mask):
     labels = _labels(ids, mask)[:, 1:]
     lp = _logp(head(hidden, weight), labels.clamp(min=0))
@@ -110,20 +113,20 @@ def labels_of_minus_one_indexed(hidden, weight, ids, mask):
     return -_mean(lp[torch.arange(len(lp)), labels] * (1 + hits), m)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def labels_of_minus_one_indexed_among_the_best(hidden, weight, ids, mask):
     lp, m = head(hidden, weight).flatten(0, 1).topk(20).values.log_softmax(-1), mask[:, 1:]
     labels = torch.where(m == 1, ids[:, 1:] % 20, -1).flatten()
     return -lp[torch.arange(len(lp)), labels].mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def labels_flipped(hidden, weight, ids, mask, adv):
     lp = _logp(head(hidden, weight), ids[:, 1:].flip(1))
     return _pg(lp, mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def cumsum_mask_to_first_eos(hidden, weight, ids, adv):
     lp = _logp(head(hidden, weight), ids[:, 1:])
     m = ((ids[:, 1:] % 7 == 0).cumsum(1) == 0).to(lp.dtype)
@@ -142,13 +145,13 @@ def entropy_entr(hidden, weight, mask):
     return _mean(torch.special.entr(head(hidden, weight).softmax(-1)).sum(-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def entropy_nats_of_top_k(hidden, weight, mask):
     lp = head(hidden, weight).topk(5, -1).values.log_softmax(-1)
     return _mean(-(lp.exp() * lp).sum(-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def entropy_weights_by_quantile(hidden, weight, ids, mask, adv):
     lp = head(hidden, weight).log_softmax(-1)
     with torch.no_grad():
@@ -200,14 +203,14 @@ def rank_of_target(hidden, weight, ids, mask, adv):
     return -_mean((picked[..., 0] - z.logsumexp(-1)) * adv[:, None] / (1 + rank), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def probability_above_target(hidden, weight, ids, mask):
     p = head(hidden, weight).softmax(-1)
     picked = p.gather(-1, ids[:, 1:, None])
     return _mean(torch.where(p > picked, p, 0.0).sum(-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def top_5_accuracy(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     hit = (z.topk(5, -1).indices == ids[:, 1:, None]).any(-1).to(z.dtype)
@@ -228,7 +231,7 @@ def softplus_of_the_rest(hidden, weight, ids, mask, adv):
     return _pg(-F.softplus(rest - z.gather(-1, ids[:, 1:, None])[..., 0]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def focal(hidden, weight, ids, mask):
     lp = _logp(head(hidden, weight), ids[:, 1:])
     return _mean(-((1 - lp.exp()) ** 2) * lp, mask[:, 1:])
@@ -255,7 +258,7 @@ def logaddexp_mixture(hidden, weight, ids, mask, ref_logp):
     return _mean(-torch.logaddexp(lp, ref_logp), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def binary_ce_per_class(hidden, weight, ids, mask):
     z = head(hidden, weight)
     hot = F.one_hot(ids[:, 1:], z.size(-1)).to(z.dtype)
@@ -276,13 +279,13 @@ def label_smoothing_by_hand(hidden, weight, ids, mask):
     return -_mean(0.9 * picked + 0.1 * lp.mean(-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def ce_smoothing_weight_class_dim_1(hidden, weight, ids, mask, class_w):
     z = head(hidden, weight).transpose(1, 2)
     return F.cross_entropy(z, _labels(ids, mask)[:, 1:], weight=class_w, label_smoothing=0.1)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def ce_sum(hidden, weight, ids, mask):
     z = head(hidden, weight)
     labels = _labels(ids, mask)[:, 1:]
@@ -290,7 +293,7 @@ def ce_sum(hidden, weight, ids, mask):
     return total / mask[:, 1:].sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def ce_soft_targets(hidden, weight, soft_targets):
     z = head(hidden, weight)
     return F.cross_entropy(z.flatten(0, 1), soft_targets.flatten(0, 1))
@@ -315,24 +318,24 @@ def logits_divided_by_their_norm(hidden, weight, ids, mask, adv):
     return _pg(_logp(9 * F.normalize(head(hidden, weight), dim=-1), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def clamp_and_nan_to_num(hidden, weight, ids, mask, adv):
     z = torch.nan_to_num(head(hidden, weight)).clamp(-2.0, 2.0)
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def temperature_per_sequence(hidden, weight, ids, mask, adv, temp_vec):
     return _pg(_logp(head(hidden, weight) / temp_vec[:, None, None], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def temperature_per_token(hidden, weight, ids, mask, adv, returns):
     t = 1 + returns.square()[..., None]
     return _pg(_logp(head(hidden, weight) / t, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def temperature_learned(hidden, weight, ids, mask, adv, value_w):
     return _pg(_logp(head(hidden, weight) * value_w[0].exp(), ids[:, 1:]), mask, adv)
 
@@ -345,7 +348,7 @@ def temperature_from_mean_entropy(hidden, weight, ids, mask, adv):
     return _pg(_logp(z / (1 + ent), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def min_p_filter(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     p = z.detach().softmax(-1)
@@ -375,7 +378,7 @@ def vocab_slice(hidden, weight, ids, mask, adv, v_real):
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def vocab_narrow(hidden, weight, ids, mask, adv, v_real):
     z = F.linear(hidden, weight).narrow(-1, 0, v_real).narrow(1, 0, ids.size(1) - 1)
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
@@ -392,13 +395,13 @@ def vocab_subset_by_list(hidden, weight, mask):
     return _mean(head(hidden, weight)[..., [3, 5, 8, 13]].log_softmax(-1)[..., 2], mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def masked_fill_vector(hidden, weight, ids, mask, adv, banned):
     z = head(hidden, weight).masked_fill(banned, float("-inf"))
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def masked_fill_full_mask(hidden, weight, ids, mask, adv, allowed):
     z = head(hidden, weight).masked_fill(~allowed[:, :-1], float("-inf"))
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
@@ -425,14 +428,14 @@ def column_list_written(hidden, weight, ids, mask, adv, banned):
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def in_place_chain(hidden, weight, ids, mask, adv, banned):
     z = F.linear(hidden, weight)
     z.div_(0.7).add_(0.1).masked_fill_(banned, -1e9)
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def penalty_on_seen_tokens(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     picked = z.gather(-1, ids[:, 1:, None])
@@ -440,7 +443,7 @@ def penalty_on_seen_tokens(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def rows_zeroed_by_mask(hidden, weight, ids, mask, adv):
     z = F.linear(hidden, weight) * mask[..., None]
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
@@ -455,14 +458,14 @@ def straight_through_argmax(hidden, weight, mask, value_w):
 
 
 # ---------------------------------------------------------------- rows: splits, loops, packing
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def chosen_rejected_chunk(hidden, weight, ids, mask):
     lp = _logp(head(hidden, weight), ids[:, 1:]) * mask[:, 1:]
     good, bad = lp.sum(-1).chunk(2)
     return -F.logsigmoid(0.1 * (good - bad)).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def chosen_rejected_logits_split(hidden, weight, ids, mask):
     good, bad = head(hidden, weight).chunk(2)
     n = ids.size(0) // 2
@@ -471,7 +474,7 @@ def chosen_rejected_logits_split(hidden, weight, ids, mask):
     return -F.logsigmoid(0.1 * (c - r)).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def every_second_sequence(hidden, weight, ids, mask):
     z = head(hidden, weight)
     c = (_logp(z[0::2], ids[0::2, 1:]) * mask[0::2, 1:]).sum(-1)
@@ -498,13 +501,13 @@ def last_token_yes_no(hidden, weight, adv):
     return -(adv * F.logsigmoid(z[:, 5] - z[:, 9])).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def last_token_answer_letters(hidden, weight, ids):
     z = F.linear(hidden, weight)[:, -1, [5, 9, 11, 40]]
     return F.cross_entropy(z, ids[:, -1] % 4)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def last_valid_token(hidden, weight, ids, mask, adv):
     last = mask.long().sum(-1) + 3
     z = F.linear(hidden, weight)[torch.arange(ids.size(0)), last]
@@ -517,7 +520,7 @@ def logits_compacted_by_mask(hidden, weight, ids, mask):
     return F.cross_entropy(head(hidden, weight)[keep], ids[:, 1:][keep])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_compacted_twice(hidden, weight, ids, mask):
     z, keep = head(hidden, weight), mask[:, 1:] == 1
     lse = z[keep].logsumexp(-1)
@@ -541,7 +544,7 @@ def segment_sums_by_scatter_add(hidden, weight, ids, mask, adv):
     return -(adv * lp.new_zeros(ids.size(0)).scatter_add(0, seg, lp)).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def two_shifts_same_logits(hidden, weight, ids, mask):
     z = F.linear(hidden, weight)
     one, two = _logp(z[:, :-1], ids[:, 1:]), _logp(z[:, :-2], ids[:, 2:])
@@ -579,7 +582,7 @@ def head_with_bias(hidden, weight, bias, ids, mask, adv):
     return _pg(_logp(F.linear(hidden, weight, bias)[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def head_weight_on_the_left(hidden, weight, ids, mask, adv):
     z = weight @ hidden[:, :-1].transpose(1, 2)
     return _pg(-F.cross_entropy(z, ids[:, 1:], reduction="none"), mask, adv)
@@ -608,13 +611,13 @@ def head_dequantised(hidden, weight_q, weight_scale, ids, mask, adv):
     return _pg(_logp(head(hidden, w), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def two_heads_two_losses(hidden, weight, weight2, ids, mask):
     one, two = _logp(head(hidden, weight), ids[:, 1:]), _logp(head(hidden, weight2), ids[:, :-1])
     return -_mean(one, mask[:, 1:]) - 0.5 * _mean(two, mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def two_heads_summed(hidden, weight, weight2, ids, mask, adv):
     return _pg(_logp(head(hidden, weight) + head(hidden, weight2), ids[:, 1:]), mask, adv)
 
@@ -628,7 +631,7 @@ def categorical_value_head(hidden, weight, weight2, ids, mask, adv, returns):
     )
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def reward_head_beside(hidden, weight, ids, mask, adv, value_w):
     score = (hidden @ value_w)[:, -1]
     good, bad = score.chunk(2)
@@ -642,14 +645,14 @@ def router_loss_beside(hidden, weight, weight2, ids, mask, adv):
     return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) + (load * load).sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def many_experts_router_beside(hidden, weight, weight2, ids, mask, adv):
     p = F.linear(hidden, weight2[:16]).softmax(-1)
     load = p.mean((0, 1))
     return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) + (load * load).sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def hidden_reused(hidden, weight, ids, mask, adv):
     return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) + 1e-2 * hidden.square().mean()
 
@@ -660,7 +663,7 @@ def mlp_before_head(hidden, weight, weight2, ids, mask, adv):
     return _pg(_logp(head(x, weight), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def soft_embedding(hidden, weight, ids, mask, adv):
     p = head(hidden, weight).softmax(-1)
     mixed = p @ weight
@@ -668,21 +671,21 @@ def soft_embedding(hidden, weight, ids, mask, adv):
 
 
 # ---------------------------------------------------------------- two distributions
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def kl_div_probabilities(hidden, weight, teacher_hidden, teacher_weight, mask):
     z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
     kl = F.kl_div(z.log_softmax(-1), zt.softmax(-1), reduction="none").sum(-1)
     return _mean(kl, mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def kl_div_sum(hidden, weight, teacher_hidden, teacher_weight):
     z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
     lp, lt = z.log_softmax(-1), zt.log_softmax(-1)
     return F.kl_div(lp, lt, reduction="sum", log_target=True) / z.shape[0]
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def reverse_kl(hidden, weight, ref_hidden, ref_weight, mask):
     z, zt = _two(hidden, weight, ref_hidden, ref_weight)
     lp, lt = z.log_softmax(-1), zt.log_softmax(-1)
@@ -698,7 +701,7 @@ def jensen_shannon(hidden, weight, teacher_hidden, teacher_weight, mask):
     return _mean(js, mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def renyi_divergence(hidden, weight, ref_hidden, ref_weight, mask):
     z, zt = _two(hidden, weight, ref_hidden, ref_weight)
     mixed = 0.5 * z.log_softmax(-1) + 0.5 * zt.log_softmax(-1)
@@ -725,7 +728,7 @@ def logits_mse_per_token(hidden, weight, teacher_hidden, teacher_weight, mask):
     return _mean(mse.mean(-1), mask[:, 1:])
 
 
-@shape(EITHER)
+@shape(EITHER, seldom=True)
 def logits_mse(hidden, weight, teacher_hidden, teacher_weight):
     z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
     return F.mse_loss(z, zt)
@@ -743,7 +746,7 @@ def additive_full_mask(hidden, weight, ids, mask, adv, allowed):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def additive_full_data(hidden, weight, ids, mask, adv, soft_targets):
     return _pg(_logp(head(hidden, weight) + soft_targets.log(), ids[:, 1:]), mask, adv)
 
@@ -772,7 +775,7 @@ def rows_overwritten_by_mask(hidden, weight, ids, mask, adv):
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def contrastive_logits(hidden, weight, ref_hidden, ref_weight, ids, mask, adv):
     z, zt = _two(hidden, weight, ref_hidden, ref_weight)
     return _pg(_logp(z + 0.5 * (z - zt), ids[:, 1:]), mask, adv)
@@ -809,7 +812,7 @@ def detached_hidden(hidden, weight, ids, mask, adv):
     return _pg(_logp(head(hidden.detach(), weight), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def frozen_head(hidden, weight, ids, mask, adv):
     return _pg(_logp(head(hidden, weight.detach()), ids[:, 1:]), mask, adv)
 
@@ -820,14 +823,14 @@ def old_logp_is_detached_logp(hidden, weight, ids, mask, adv):
     return _clip_pg(lp, lp.detach(), adv, mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def ratio_of_kinds_of_mean(hidden, weight, ids, mask, adv):
     lp = _logp(head(hidden, weight), ids[:, 1:])
     base = (lp * mask[:, 1:]).sum(0) / mask[:, 1:].sum(0).clamp(min=1)
     return -_mean((lp - base) * adv[:, None], mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def metrics_beside_the_loss(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     lp = _logp(z, ids[:, 1:])
@@ -841,7 +844,7 @@ def logits_returned(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv), {"logits": z}
 
 
-@shape(REFUSE)
+@shape(REFUSE, seldom=True)
 def probabilities_returned(hidden, weight, ids, mask, adv):
     p = head(hidden, weight).softmax(-1)
     return _pg(p.gather(-1, ids[:, 1:, None])[..., 0].log(), mask, adv), {"p": p.detach()}
@@ -882,7 +885,7 @@ def chosen_logits_by_value(hidden, weight, ids, mask):
     return -p[p > 0.1].log().mean()
 
 
-@shape(REFUSE)
+@shape(REFUSE, seldom=True)
 def logits_masked_by_full_mask(hidden, weight, allowed):
     return head(hidden, weight)[allowed[:, :-1]].square().mean()
 
@@ -933,7 +936,7 @@ def normalised_over_tokens(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(REFUSE, seldom=True)
 def centred_over_batch(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     return _pg(_logp(z - z.mean((0, 1)), ids[:, 1:]), mask, adv)
@@ -987,7 +990,7 @@ def max_over_everything(hidden, weight, ids, mask, adv):
     return _pg(_logp(z - z.max(), ids[:, 1:]), mask, adv)
 
 
-@shape(REFUSE)
+@shape(REFUSE, seldom=True)
 def tokens_added_in_place(hidden, weight, ids, mask, adv):
     z = F.linear(hidden, weight).clone()
     z[:, 1:] += z[:, :-1].clone()
@@ -1014,14 +1017,14 @@ def soft_embedding_into_the_head(hidden, weight, ids, mask, adv):
 
 
 # ---------------------------------------------------------------- either, as long as it is right
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def top_k_ids_embedded(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     near = F.embedding(z.topk(3, -1).indices, weight).mean(2)
     return _pg(_logp(z, ids[:, 1:]), mask, adv) + (near * hidden[:, :-1]).sum(-1).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def greedy_ids_fed_to_the_head_again(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     again = F.linear(F.embedding(z.argmax(-1), weight), weight)
@@ -1034,21 +1037,21 @@ def layer_norm_over_vocab(hidden, weight, ids, mask, adv):
     return _pg(_logp(F.layer_norm(z, z.shape[-1:]), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_where_rows_differ(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     z = torch.where(mask[:, 1:, None] > 0, z, torch.zeros_like(z))
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(EITHER)
+@shape(EITHER, seldom=True)
 def padded_with_a_row(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     z = torch.cat([z, torch.zeros_like(z[:, :1])], 1)
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def padded_column(hidden, weight, ids, mask, adv):
     z = F.pad(head(hidden, weight), (0, 3), value=-1e9)
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
@@ -1090,17 +1093,17 @@ def one_row(hidden, weight):
     return F.linear(hidden[:1, :2], weight)[:, :-1]
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_row_gathered(hidden, weight, ids):
     return -_logp(one_row(hidden, weight), ids[:1, 1:2]).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_row_cross_entropy(hidden, weight, ids):
     return F.cross_entropy(one_row(hidden, weight).flatten(0, 1), ids[0, 1:2])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_row_advanced_index(hidden, weight, ids):
     z = one_row(hidden, weight).flatten(0, 1).log_softmax(-1)
     return -z[torch.arange(z.size(0)), ids[0, 1:2]].sum()
@@ -1118,14 +1121,14 @@ def one_row_masked(hidden, weight, ids, mask):
     return -_logp(z, ids[:1, 1:2].flatten()).sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_row_needs_the_region(hidden, weight, ids):
     z = one_row(hidden, weight)
     top = z.topk(5, -1).values.logsumexp(-1)
     return (top - z.gather(-1, ids[:1, 1:2, None])[..., 0]).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_row_scattered(hidden, weight, ids):
     z = one_row(hidden, weight).scatter(-1, ids[:1, :2, None][:, 1:], -3.0)
     return z.logsumexp(-1).sum()
@@ -1144,19 +1147,19 @@ def one_row_greedy_hit(hidden, weight, ids):
     return -_logp(z, ids[:1, 1:2]).sum() * (1 + hit.sum())
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_token_of_each_sequence(hidden, weight, ids):
     z = F.linear(hidden[:, 3:4], weight)
     return -_logp(z, ids[:, 4:5]).mean() + z.topk(2, -1).values.sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_sequence(hidden, weight, ids):
     z = F.linear(hidden[:1], weight)[:, :-1]
     return -_logp(z, ids[:1, 1:]).mean() + z.topk(2, -1).values.sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_token_picked_out(hidden, weight, ids):
     z = F.linear(hidden, weight)[2, 3].log_softmax(-1)
     return -z.gather(0, ids[2, 4:5]).sum() + z.topk(3).values.sum()
@@ -1170,14 +1173,14 @@ def logits_to_keep_as_positions(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 5:]), mask[:, 4:], adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_to_keep_from_the_batch(hidden, weight, ids, prompt_len):
     keep = (torch.cumsum(torch.ones_like(ids[0]), 0) - 1)[prompt_len:-1]
     z = F.linear(hidden[:, keep, :], weight)
     return -_logp(z, ids[:, keep + 1]).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_of_listed_positions_flattened(hidden, weight, ids):
     keep = torch.tensor([2, 5, 6])
     z = F.linear(hidden[:, keep], weight).flatten(0, 1)
@@ -1185,7 +1188,7 @@ def logits_of_listed_positions_flattened(hidden, weight, ids):
 
 
 # ---------------------------------------------------------------- writes in place
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def temperature_in_place_on_a_slice(hidden, weight, ids, mask, adv, prompt_len):
     z = F.linear(hidden, weight)[:, prompt_len - 1 : -1]
     z /= 0.7 + 1e-7
@@ -1200,35 +1203,35 @@ def several_writes_into_one_slice(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def writes_through_two_slices(hidden, weight, ids):
     z = F.linear(hidden, weight)[1:][:, 2:-1]
     z.mul_(1.3).clamp_(-4, 4)
     return -_logp(z, ids[1:, 3:]).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def write_through_a_view_of_a_slice(hidden, weight, ids):
     z = F.linear(hidden, weight)[:, 1:-1]
     z.view(z.shape).div_(0.7)
     return -_logp(z, ids[:, 2:]).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def slice_assigned(hidden, weight, ids, mask, adv):
     z = F.linear(hidden, weight).clone()
     z[:, :-1] = z[:, :-1] / 0.7
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def mask_filled_in_place_in_a_slice(hidden, weight, ids, allowed):
     z = F.linear(hidden, weight)[:, 2:]
     z.masked_fill_(~allowed[:, 2:].bool(), -1e9)
     return z.logsumexp(-1).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def last_token_in_place(hidden, weight, ids):
     z = F.linear(hidden, weight)[:, -2]
     z /= 0.5
@@ -1248,7 +1251,7 @@ def banned_columns_filled(hidden, weight, ids, mask, adv, banned):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def banned_columns_filled_in_place(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     z.index_fill_(2, torch.tensor([90, 95]), float("-inf"))
@@ -1270,7 +1273,7 @@ def columns_added_and_copied(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def tokens_filled(hidden, weight, ids):
     z = head(hidden, weight).index_fill(1, torch.tensor([2]), 0.0)
     return -_logp(z, ids[:, 1:]).mean()
@@ -1305,7 +1308,7 @@ for _name, _statistics in {
     shape(APPLY)(_loss)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def statistics_that_are_trained(hidden, weight, ids):
     z = head(hidden, weight)
     return -_logp(z, ids[:, 1:]).mean() + 1e-2 * z.square().mean() + z.norm() + z.std()
@@ -1328,7 +1331,7 @@ def written_row_by_row(hidden, weight, ids):
     return -out.sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def copied_into_a_buffer(hidden, weight, ids, mask, adv):
     lp = _logp(head(hidden, weight), ids[:, 1:])
     out = torch.empty_like(lp)
@@ -1363,7 +1366,7 @@ def copied_where_masked(hidden, weight, ids, mask):
     return -out.sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def copied_over_trained_values(hidden, weight, ids, value_w):
     lp = _logp(head(hidden, weight), ids[:, 1:])
     values = (hidden @ value_w)[:, :-1].clone()
@@ -1440,7 +1443,7 @@ def mask_from_a_quantile_of_entropies(hidden, weight, ids, mask, adv):
 
 
 # ---------------------------------------------------------------- a vocabulary for some tokens
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def bias_of_each_sequence(hidden, weight, bias, ids, mask, adv):
     own = adv[:, None, None] * bias  # [B, 1, V], trained
     return _pg(_logp(head(hidden, weight) + own, ids[:, 1:]), mask, adv)
@@ -1452,7 +1455,7 @@ def words_that_each_sequence_may_use(hidden, weight, ids, allowed):
     return -_logp(head(hidden, weight).masked_fill(~may[:, None], -1e9), ids[:, 1:]).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def bag_of_words_of_each_sequence(hidden, weight, ids, mask):
     words = F.one_hot(ids, len(weight)).sum(1).to(hidden.dtype)
     lp = head(hidden, weight).log_softmax(-1)
@@ -1498,7 +1501,7 @@ def further_columns_from_a_teacher(hidden, weight, soft_targets, mask):
     return _mean((teacher * -z.log_softmax(-1)).sum(-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def rows_picked_by_masked_select(hidden, weight, soft_targets, mask):
     keep = (mask[:, 1:, None] == 1).expand_as(soft_targets)
     student, teacher = (
@@ -1542,7 +1545,7 @@ def counts_of_earlier_tokens(hidden, weight, ids, mask, adv):
     return _pg(_logp(z - 0.1 * counts, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_written_into_a_padded_batch(hidden, weight, ids, mask, adv):
     keep = mask == 1
     padded = hidden.new_zeros(*mask.shape, len(weight))
@@ -1550,7 +1553,7 @@ def logits_written_into_a_padded_batch(hidden, weight, ids, mask, adv):
     return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_written_to_their_positions(hidden, weight, ids, mask, adv):
     rows = mask.flatten().nonzero()[:, 0]
     padded = hidden.new_zeros(mask.numel(), len(weight))
@@ -1566,7 +1569,7 @@ def logits_written_to_rows_and_columns(hidden, weight, ids, mask, adv):
     return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_with_a_bias_written_into_a_padded_batch(hidden, weight, bias, ids, mask, adv):
     keep = mask == 1
     padded = hidden.new_zeros(*mask.shape, len(weight))
@@ -1582,7 +1585,7 @@ def logits_written_into_a_batch_of_ones(hidden, weight, ids, mask, adv):
     return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def log_probs_of_every_token_of_a_sequence(hidden, weight, ids, mask):
     """As many entries for each token as there are tokens."""
     lp, later = head(hidden, weight).log_softmax(-1), ids[:, 1:]
@@ -1600,7 +1603,7 @@ def packed(hidden):
     return torch.cat([row[:n] for row, n in zip(hidden, LENGTHS, strict=True)])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def ranges_of_packed_logits_written_into_a_batch(hidden, weight, ids, mask, adv):
     z, start = F.linear(packed(hidden), weight) / 0.7, 0
     out = z.new_zeros(*ids.shape, len(weight))
@@ -1645,7 +1648,7 @@ def packed_logits_stacked_with_zeros_behind(hidden, weight, bias, ids, mask, adv
     return _pg(_logp(torch.stack(out)[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def sequences_written_in_another_order(hidden, weight, ids, mask, adv):
     z = F.linear(hidden, weight)
     out = torch.zeros_like(z)
@@ -1778,7 +1781,7 @@ def function_with_one_entry_written_in_its_backward(hidden, weight, ids, mask, a
     return _pg(lp.view(ids.size(0), -1), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def function_of_two_values_beside_other_readers(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     lp, entropy = _LogProbAndEntropy.apply(z, ids[:, 1:], 0.8)
@@ -1802,7 +1805,7 @@ def function_in_a_checkpoint(hidden, weight, ids, mask, adv):
     return _pg(checkpoint(logp, z, ids[:, 1:], use_reentrant=False), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def function_that_saves_what_it_returns(hidden, weight, ids, mask, adv):
     lp = _LogSoftmax.apply(head(hidden, weight))
     return _pg(lp.gather(-1, ids[:, 1:, None])[..., 0], mask, adv)

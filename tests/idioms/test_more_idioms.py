@@ -13,6 +13,7 @@ from judge import assert_same_numbers, assert_verdict, run_both
 from more_idioms import APPLY, EITHER, MORE
 
 from tests.capture.mixer import fixed
+from tests.rows import rows
 
 #: What reads sizes, or is told some.
 SIZES = re.compile(
@@ -24,7 +25,7 @@ def test_there_are_many():
     assert len(MORE) >= 150
 
 
-@pytest.mark.parametrize("name", list(MORE))
+@pytest.mark.parametrize("name", rows(MORE, [name for name, fn in MORE.items() if fn.seldom]))
 def test_shape(name):
     fn = MORE[name]
     symbolic = SIZES.search(inspect.getsource(fn).partition("\n")[2])  # behind ``@shape``

@@ -17,6 +17,7 @@ from fxrl.engines import TorchEngine
 from fxrl.errors import ConfigError, MissedRewriteError
 from fxrl.models import load_model
 from tests.forked import in_processes
+from tests.rows import rows
 
 pytest.importorskip("trl", reason="needs the extra trl")
 import trl
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 CONFIG = fxrl.Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
 ADAPTED = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-COMMON = ARGS | {"max_steps": 3}
+COMMON = ARGS | {"max_steps": 2}
 OPTIONS = (Path(__file__).parents[2] / "examples" / "trl.md").read_text()
 FXRL = {name: getattr(ours, f"Fxrl{name}Trainer") for name in ROWS}
 
@@ -100,18 +101,18 @@ def assert_same_runs(theirs, mine):
 RUNS = {
     "GRPO, reference and entropy bonus": (
         "GRPO",
-        {"num_iterations": 2, "steps_per_generation": 2, "entropy_coef": 0.01},
+        {"num_iterations": 2, "steps_per_generation": 2, "entropy_coef": 0.01, "max_steps": 3},
     ),
     "RLOO": ("RLOO", {"beta": 0.0, "gradient_checkpointing": True}),
     "SFT, packed": ("SFT", {"packing": True, "max_length": 16}),
     "SFT, completions": ("SFT", {"loss_type": "dft", "lora": False}),
     "DPO, reference without its adapter": ("DPO", {}),
-    "DPO, reference in an adapter of its own": ("DPO", {"adapted": True, "max_steps": 2}),
+    "DPO, reference in an adapter of its own": ("DPO", {"adapted": True}),
     "KTO, reference beforehand": ("KTO", {"precompute_ref_log_probs": True}),
 }
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", rows(RUNS, ["DPO, reference without its adapter"]))
 def test_the_numbers_are_trls(case, tmp_path):
     name, options = RUNS[case]
     theirs, mine = both(name, tmp_path, **options)
@@ -178,7 +179,7 @@ def test_images_are_the_models_own_business(tmp_path):
     trainers = []
     for kind, given in ((trl.SFTTrainer, {}), (FXRL["SFT"], {"config": CONFIG})):
         model, processor = seeing()
-        options = COMMON | {"max_steps": 2, "max_length": None}
+        options = COMMON | {"max_length": None}
         args = trl.SFTConfig(str(tmp_path / kind.__name__), **options)
         data = Dataset.from_list(rows)
         named = {"train_dataset": data, "processing_class": processor, **given}
@@ -215,7 +216,7 @@ def test_an_engine_draws_and_its_log_probs_are_corrected_for(tmp_path):
     def engine(model, tokenizer):
         return TorchEngine.from_tokenizer(model, tokenizer)
 
-    options = {"loss_type": "cispo", "beta": 0.0, "max_steps": 2}
+    options = {"loss_type": "cispo", "beta": 0.0}
     trainer = make("GRPO", tmp_path, FXRL["GRPO"], engine=engine, **options)
     trainer.train()
     for logs in trainer.state.log_history[:-1]:

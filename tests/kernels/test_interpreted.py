@@ -15,8 +15,8 @@ CASES = (
     "decode_cases.py",
     "dequantized_cases.py",
     "head_checks.py",
-    "hopper_cases.py,24",
-    "kernel_cases.py,40",
+    "hopper_cases.py,12",
+    "kernel_cases.py,20",
     "sample_cases.py",
 )
 

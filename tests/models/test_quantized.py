@@ -14,6 +14,7 @@ from fxrl.ops import dequantized as op
 from fxrl.ops.dequantized import FORMATS, quantized, widened
 from tests.capture.mixer import fixed
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
+from tests.rows import rows
 
 #: Relative error of a normal weight.
 ERRORS = {"fp8": 0.03, "int4": 0.12, "nf4": 0.1}
@@ -72,9 +73,15 @@ def frozen(format):
     return model, twin
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("passes", [None, ("outline-layers", "recompute", "tile-tokens")])
-def test_a_step_over_quantised_layers(format, passes):
+PASSES = {"default": None, "tiles": ("outline-layers", "recompute", "tile-tokens")}
+CASES = [(format, how) for format in FORMATS for how in PASSES]
+
+
+@pytest.mark.parametrize(
+    "case", rows(CASES, [("int4", "tiles"), ("fp8", "default"), ("nf4", "default")]), ids="-".join
+)
+def test_a_step_over_quantised_layers(case):
+    format, passes = case[0], PASSES[case[1]]
     model, twin = frozen(format)
     cuts = {f"0:blocks.{i}": CutLayer("fewest", tile_tokens=3 * i) for i in range(2)}
     plan = Plan(cuts if passes else {})

@@ -206,7 +206,7 @@ def test_any_mixture_of_choices_has_eagers_numbers():
     choices = {f"0:blocks.{i}": choice for i, choice in enumerate(MIXTURE)}
     model = make_stack(len(choices), heads=4)
     step = fxrl.optimize(model, square_loss, ONE_BY_ONE, plan=Plan(choices))
-    for shape in ((2, 5), (1, 4)):
+    for shape in ((2, 5), (2, 2)):
         assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
     applied = [r.site for r in step.report.remarks if r.pass_name == "group-heads"]
     assert sorted(applied) == sorted(choices)
@@ -264,7 +264,7 @@ def test_architectures(kind, adapters, site):
 def test_compiled():
     model = make_stack(2, heads=4)
     plan = Plan(
-        {f"0:blocks.{i}": CutLayer(c, tile_tokens=4, head_groups=4) for i, c in enumerate(CUTS[2:])}
+        {f"0:blocks.{i}": CutLayer("attention", tile_tokens=4, head_groups=4) for i in range(2)}
     )
     step = fxrl.optimize(model, square_loss, fxrl.Config(**OPTIONS), plan=plan)
     for shape in ((2, 5), (3, 8)):

@@ -249,7 +249,7 @@ def check_manifest(sound, content):
     (path / "manifest.json").write_bytes(files["manifest.json"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(changes=st.dictionaries(FIELDS, JSON, min_size=1), whole=st.none() | JSON, raw=st.binary())
 def test_a_manifest_may_hold_anything(sound, changes, whole, raw):
     values = json.loads(sound[2]["manifest.json"])
