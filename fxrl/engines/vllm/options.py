@@ -220,6 +220,9 @@ def engine_arguments(
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.max_lora_rank}
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = parse_bytes(options.cpu_kv_cache)
+        if options.max_num_batched_tokens is None:
+            # Of a prompt in parts vLLM turns the request's generator back, which CPU's cannot do.
+            arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = utilization
         if options.standby:

@@ -19,7 +19,7 @@ KNOWN = {
     *("skip_tokenizer_init", "disable_log_stats", "worker_cls", "use_tqdm_on_load", "swap_space"),
     *("enable_sleep_mode", "gpu_memory_utilization", "kv_cache_memory_bytes", "quantization"),
     *("async_scheduling", "attention_config", "compilation_config"),
-    *("enable_lora", "max_loras", "max_lora_rank"),
+    *("enable_lora", "max_loras", "max_lora_rank", "enable_chunked_prefill"),
 }
 
 
@@ -133,6 +133,7 @@ def test_without_standby_vllm_allocates_as_usual():
 def test_on_a_cpu_the_cache_has_a_size_of_its_own():
     given = arguments(VllmOptions(cpu_kv_cache="2GiB"), device="cpu")
     assert given["kv_cache_memory_bytes"] == 2 * 2**30
+    assert given["enable_chunked_prefill"] is False, "seeded requests end where prompts are cut"
     assert not {"gpu_memory_utilization", "enable_sleep_mode", "enable_lora"} & set(given)
 
 
