@@ -74,7 +74,7 @@ def told(near: Sequence[Nearness]) -> list[str]:
         return [said]
     count = sum(cosine < LEAST_COSINE for cosine in cosines)
     cure = f"Config(pass_options={{{_PASS!r}: {options}}})"
-    return [said, f"{count} of them are below {LEAST_COSINE}; {cure} brings these back"]
+    return [said, f"{count} of them are below {LEAST_COSINE}; with {cure} none is"]
 
 
 def calibrated(step: Any, batch: Any, least: float) -> Config:

@@ -65,7 +65,7 @@ def test_how_near_each_product_comes_and_how_to_leave_those_that_are_far(monkeyp
     assert (count, 0.99 < least <= middle < 0.9999) == ("7", True), note
     monkeypatch.setattr(calibrate, "LEAST_COSINE", 0.99999)
     note, below = verified(model).notes
-    assert "7 of them are below 0.99999; Config(pass_options={'fp8-lora': {'skip': [" in below
+    assert "7 of them are below 0.99999; with Config(pass_options={'fp8-lora': {'skip': [" in below
     assert "'blocks.0.qkv.q'" in below
     skip = {"fp8-lora": {"skip": ["blocks.0.qkv"]}}
     found = verified(model, pass_options=skip)
