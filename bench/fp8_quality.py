@@ -30,7 +30,7 @@ from torch.nn.functional import cosine_similarity
 
 from bench.lib import common
 from fxrl import Config, optimize
-from fxrl.inspect.calibrate import LEAST_COSINE, Nearness, nearness
+from fxrl.inspect.calibrate import LEAST_COSINE, nearness_in
 from fxrl.inspect.emulate import Emulation
 from fxrl.models import load_model, lora
 from fxrl.ops.fp8 import Recipe, quantized_weight
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = Config(precision="fp8", compile_regions=False, min_saved_bytes=0)
     calibrated = optimize(probe.model, policy_loss, asked).calibrate(probe.batch)
     for gradient, config in (("fp8", asked), ("calibrated", calibrated)):
-        near = _in_step(probe, config)
+        near = nearness_in(optimize(probe.model, policy_loss, config), probe.batch)
         cosines = {one.module: min(one.product, one.gradient) for one in near}
         results.add(scales="row", gradient=gradient, of="in step", **_summary(cosines))
     widened = sum(one.widened for one in near)
@@ -176,17 +176,6 @@ def policy_loss(model: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     ratio = torch.exp(logps - logps.detach())
     weights = torch.tensor(ADVANTAGES)[:, None] * answers[:, 1:]
     return -(ratio * weights).sum() / answers.sum()
-
-
-def _in_step(probe: Probe, config: Config) -> list[Nearness]:
-    """How near each product of a step comes, behind those that it rounds, too."""
-    step = optimize(probe.model, policy_loss, config)
-    step(probe.batch)
-    weights = [weight for capture in step.captures for weight in capture.rounded()]
-    probe.model.zero_grad()
-    with Emulation(weights):
-        policy_loss(probe.model, probe.batch).backward()
-    return nearness(weights)
 
 
 def _batch(tokenizer: Any) -> tuple[Tensor, Tensor, Tensor]:

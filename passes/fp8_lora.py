@@ -64,7 +64,7 @@ from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
 from fxrl.ir.region import InputSpec, Region, once_for_body, region_at, set_region
 from fxrl.ir.remark import Refusal
-from fxrl.ir.site import names_module, site_name
+from fxrl.ir.site import module_of, names_module, site_name
 from fxrl.ops.fp8 import BLOCK, QuantizeWeight, Recipe, measured_seconds, scales_rows, why_no_fp8
 from fxrl.ops.rounded import RoundedWeight
 
@@ -343,7 +343,7 @@ def _name(product: fx.Node, path: Path) -> str:
 
 def _naming(modules: Sequence[str], site: FrozenProduct) -> str | None:
     """The first of these paths, or parts of them, that names a product's module."""
-    path = site.name.partition(":")[2].rpartition("/")[0]
+    path = module_of(site.name)
     return next((one for one in modules if names_module(one, path)), None)
 
 

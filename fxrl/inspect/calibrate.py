@@ -17,6 +17,7 @@ from fxrl.config import Config
 from fxrl.errors import ConfigError
 from fxrl.inspect.emulate import Emulation
 from fxrl.inspect.evaluate import evaluate, named_trainable
+from fxrl.ir.site import module_of
 from fxrl.ops.rounded import RoundedWeight
 
 #: The cosine of a product, and of its rows' gradient, below which it counts as far.
@@ -36,7 +37,7 @@ class Nearness(NamedTuple):
     @property
     def module(self) -> str:
         """The path of the module that multiplies."""
-        return self.site.partition(":")[2].rpartition("/")[0]
+        return module_of(self.site)
 
 
 def nearness(weights: Iterable[RoundedWeight]) -> list[Nearness]:
@@ -48,6 +49,20 @@ def nearness(weights: Iterable[RoundedWeight]) -> list[Nearness]:
             product, gradient = (1.0 if cosine is None else cosine for cosine in seen)
             found.append(Nearness(weight.site, product, gradient, weight.gradient == "bf16"))
     return found
+
+
+def nearness_in(step: Any, batch: Any) -> list[Nearness]:
+    """That of every product of a ``TrainStep`` on a batch, behind those that it rounds, too.
+
+    The step runs once and, with every product made twice, eager; all that they touch is put back.
+    """
+    model, loss_fn = step.model, step.loss_fn
+    params = named_trainable(model, loss_fn)
+    evaluate(step, model, params, batch)
+    weights = [weight for one in step.captures if one.running for weight in one.rounded()]
+    with Emulation(weights):
+        evaluate(partial(loss_fn, model), model, params, batch)
+    return nearness(weights)
 
 
 def options_for(near: Iterable[Nearness], least: float) -> dict[str, list[str]]:
@@ -64,7 +79,7 @@ def options_for(near: Iterable[Nearness], least: float) -> dict[str, list[str]]:
 
 
 def told(near: Sequence[Nearness]) -> list[str]:
-    """In words, with the ``Config`` under which none is far."""
+    """In words, with the ``Config`` under which those that are far are not."""
     if not near:
         return []
     cosines = [min(one.product, one.gradient) for one in near]
@@ -74,19 +89,12 @@ def told(near: Sequence[Nearness]) -> list[str]:
         return [said]
     count = sum(cosine < LEAST_COSINE for cosine in cosines)
     cure = f"Config(pass_options={{{_PASS!r}: {options}}})"
-    return [said, f"{count} of them are below {LEAST_COSINE}; with {cure} none is"]
+    return [said, f"{count} of them are below {LEAST_COSINE}; with {cure} these are not"]
 
 
 def calibrated(step: Any, batch: Any, least: float) -> Config:
-    """The step's ``Config``, with options that leave the products that are farther than ``least``.
-
-    Args:
-        step: a ``TrainStep``.
-        batch: is trained on by the step and, with every product made twice, by eager; all is put
-            back.
-    """
+    """A ``TrainStep``'s ``Config``, with options that leave the products farther than ``least``."""
     config: Config = step.config
-    model, loss_fn = step.model, step.loss_fn
     if config.precision != "fp8":
         raise ConfigError(
             f"precision={config.precision!r}: only products in FP8 are calibrated; make the step "
@@ -94,13 +102,8 @@ def calibrated(step: Any, batch: Any, least: float) -> Config:
         )
     if not 0 < least <= 1:
         raise ConfigError(f"least_cosine={least!r} is no cosine in (0, 1], such as {LEAST_COSINE}")
-    params = named_trainable(model, loss_fn)
-    evaluate(step, model, params, batch)
-    weights = [weight for one in step.captures if one.running for weight in one.rounded()]
-    with Emulation(weights):
-        evaluate(partial(loss_fn, model), model, params, batch)
     asked = dict(config.pass_options or {})
     options = dict(asked.get(_PASS, {}))
-    for option, modules in options_for(nearness(weights), least).items():
+    for option, modules in options_for(nearness_in(step, batch), least).items():
         options[option] = [*options.get(option, ()), *modules]
     return replace(config, pass_options=asked | {_PASS: options}) if options else config

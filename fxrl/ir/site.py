@@ -77,6 +77,11 @@ def module_path(node: fx.Node) -> str:
     return plain_path([*stack.values()][-1][0]) if stack else "loss"
 
 
+def module_of(site: str) -> str:
+    """The module path in a place's name: ``lm_head`` of ``0:lm_head/mm#2``."""
+    return site.partition(":")[2].rpartition("/")[0]
+
+
 def name_sites(gm: fx.GraphModule, where: str) -> None:
     """Name every call of a lowered graph, checkpointed bodies included, after ``where``: the number
     of the capture, or the id of the region whose body this is."""

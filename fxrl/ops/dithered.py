@@ -11,8 +11,8 @@ else in float32; of training Gupta et al. 2015, arXiv:1502.02551, found the same
 vLLM the drift of 20 such steps went from 0.15 to 0.046 nat, which is that of vLLM's own LoRA
 kernels (bench/results/drift_smollm2_h100.json).
 
-The chance is the entry's place and the weight's seed: a weight that did not change is rounded as
-before, whoever does it and when, and a run that is resumed samples the same.
+The chance is the entry's place and the weight's seed: on one device a weight that did not change is
+rounded as before, at each rollout, and a run that is resumed samples the same.
 """
 
 from __future__ import annotations
