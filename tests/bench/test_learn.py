@@ -87,6 +87,7 @@ def test_a_run_that_fails_is_a_row(tmp_path, monkeypatch):
     assert "overrides: steps=3" in out.read_text()
 
 
+@pytest.mark.slow
 def test_fp8_beside_bf16(tmp_path, monkeypatch):
     """Both curves of every seed, and what they say; in this process, where all is imported."""
 

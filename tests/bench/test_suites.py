@@ -13,6 +13,7 @@ def rows_of(file):
     return [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
 
 
+@pytest.mark.slow
 def test_step_fits_a_cpu(tmp_path):
     out = tmp_path / "step.json"
     arguments = [

@@ -61,7 +61,8 @@ def raising(model, given):
 
 
 @pytest.mark.parametrize(
-    "loss", rows([policy_first, reference_first, nested, raising], [reference_first, nested])
+    "loss",
+    rows([policy_first, reference_first, nested, raising], [reference_first, nested, raising]),
 )
 def test_both_forwards_are_rewritten(loss):
     """LoRA, and under ``raising`` a head that is trained as a copy of the frozen one."""

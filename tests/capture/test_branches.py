@@ -134,7 +134,7 @@ sized_slices = pytest.mark.skipif(
         (entries, (4,)),
         pytest.param(rows, (7,), marks=pytest.mark.slow),
         (kinds, (7,)),
-        pytest.param(chunks, (7, 8), marks=sized_slices),
+        pytest.param(chunks, (7, 8), marks=[sized_slices, pytest.mark.slow]),
         (parts, (7,)),
     ],
 )

@@ -175,7 +175,7 @@ CASES = [(kind, adapter) for kind in MIXTURES for adapter in ("none", "experts")
 CASES += [(kind, "attention") for kind in FROZEN]
 #: Without adapters all is trained and sizes vary: one of each way of writing experts.
 SELDOM = [(kind, "none") for kind in ("gpt-oss", "deepseek", "mixtral-loop", "where", "dense")]
-SELDOM += [("where", "attention")]
+SELDOM += [("where", "attention"), ("unless-empty", "attention"), ("each-hit", "none")]
 
 
 @pytest.mark.parametrize("case", rows(CASES, SELDOM), ids="-".join)

@@ -279,7 +279,7 @@ def none_in_layers(model, held):
         pytest.param(layer_of_another_kind, marks=pytest.mark.slow),
         tied_otherwise,
         pytest.param(tied_to_the_policy, marks=pytest.mark.slow),
-        settings_of_all_layers,
+        pytest.param(settings_of_all_layers, marks=pytest.mark.slow),
         pytest.param(settings_of_a_layer, marks=pytest.mark.slow),
         hook_of_a_layer,
         the_policy,

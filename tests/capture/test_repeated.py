@@ -316,8 +316,8 @@ def seed(number):
     [
         (Dropout, "4 layers were captured as 1"),
         (Drawn, ""),
-        (DrawnByNumpy, ""),
-        (DrawnByAGenerator, ""),
+        pytest.param(DrawnByNumpy, "", marks=pytest.mark.slow),
+        pytest.param(DrawnByAGenerator, "", marks=pytest.mark.slow),
     ],
     ids=["torch", "Python", "NumPy", "a generator"],
 )

@@ -110,9 +110,10 @@ RUNS = {
     "DPO, reference in an adapter of its own": ("DPO", {"adapted": True}),
     "KTO, reference beforehand": ("KTO", {"precompute_ref_log_probs": True}),
 }
+SELDOM = ["RLOO", "SFT, completions", "DPO, reference without its adapter"]
 
 
-@pytest.mark.parametrize("case", rows(RUNS, ["DPO, reference without its adapter"]))
+@pytest.mark.parametrize("case", rows(RUNS, SELDOM))
 def test_the_numbers_are_trls(case, tmp_path):
     name, options = RUNS[case]
     theirs, mine = both(name, tmp_path, **options)

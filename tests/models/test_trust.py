@@ -164,9 +164,9 @@ def test_more_layers_than_any_model_has_are_not_built(folder, count):
         load_model(folder / "config.json", device="meta")
 
 
-def test_200_damaged_folders_load_or_are_named(sound, tmp_path):
+def test_80_damaged_folders_load_or_are_named(sound, tmp_path):
     rng, refused, raw = random.Random(12), 0, []
-    for number in range(200):
+    for number in range(80):
         folder = shutil.copytree(sound, tmp_path / str(number))
         what = mutated(rng, folder)
         try:
@@ -177,4 +177,4 @@ def test_200_damaged_folders_load_or_are_named(sound, tmp_path):
             raw.append(f"{what}: {error!r}")
         shutil.rmtree(folder)
     assert not raw
-    assert 60 < refused < 180
+    assert 24 < refused < 72

@@ -93,7 +93,7 @@ def of_its_kind(chain):
     return {*in_runs(chain), *mixed(chain)}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(chains(), st.integers(0, 90), st.integers(0, 60))
 def test_no_plan_is_faster(chain, gpu, host):
     found = fastest(chain, gpu, host)

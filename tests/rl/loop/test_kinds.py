@@ -251,7 +251,7 @@ def test_the_command_and_its_callbacks(tmp_path, monkeypatch, capsys):
     assert Path("a/final/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4])
+@pytest.mark.parametrize("beta", [pytest.param(0.0, marks=pytest.mark.slow), 0.4])
 def test_distilling_under_a_frozen_head_is_eager(beta):
     """Its tiles make the gradients too: one, or one of each divergence from the mixture."""
     model, _ = load_model("tiny:qwen3:layers=1", torch.float64)
