@@ -10,6 +10,7 @@ import pytest
 
 from bench import scaling
 from bench.lib import child, rl_job
+from tests.rows import rows
 
 TINY = ["--shape", "tiny", "--rows", "2", "--length", "16", "--repeats", "1", "--device", "cpu"]
 
@@ -23,7 +24,7 @@ def told(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return table
 
 
-@pytest.mark.parametrize("what", ["weak", "strong"])
+@pytest.mark.parametrize("what", rows(["weak", "strong"], ["weak"]))
 def test_what_an_update_takes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = told([what, *TINY], monkeypatch)
     assert found["rank"] == 0

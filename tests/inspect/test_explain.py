@@ -57,7 +57,7 @@ def test_it_says_what_a_real_step_says():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.parametrize("mask", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize("mask", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_it_says_what_a_real_step_of_a_transformer_says(mask):
     """With its KV cache on: with and without one, a model makes its masks in different ways."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -13,6 +13,7 @@ from fxrl.rl.train import main
 from tests.forked import need_autograd_in_forks
 from tests.rl.loop.rank_cases import group
 from tests.rl.loop.test_kinds import TINY, tables
+from tests.rows import rows
 
 LORA = {"r": 4, "dropout": 0.0}
 
@@ -60,7 +61,7 @@ def rank_of(work, **options):
     return lambda: work(**options)
 
 
-@pytest.mark.parametrize("bits", ["none", "fp8"])
+@pytest.mark.parametrize("bits", rows(["none", "fp8"], ["none"]))
 def test_completions_are_drawn_over_shared_weights(config_file, bits):
     """Of random weights, of which each rank gives its part away."""
     common = ("model.dtype=float64", "model.lora.dropout=0.0", "steps=1")
