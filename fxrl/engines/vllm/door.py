@@ -152,6 +152,18 @@ def _worker_class() -> Any:
             super().__init__(vllm_config, *args, **kwargs)
             Worker.newest = weakref.ref(self)
 
+        def sleep(self, level: int = 1) -> None:
+            """NOTE [Why its check may fail]: until 0.32 vLLM compares what the whole device has
+            free before and after, and another process may take memory in that moment. The KV cache
+            has been released all the same, and our ledger says who holds what.
+            """
+            try:
+                super().sleep(level)
+            except AssertionError:
+                allocations = _allocator().pointer_to_data.values()
+                if any(one.tag == KV_TAG and not one.is_asleep for one in allocations):
+                    raise
+
         def determine_available_memory(self) -> int:
             available = int(super().determine_available_memory())
             specs = list(self.get_kv_cache_spec().values())
