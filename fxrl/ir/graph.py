@@ -224,6 +224,20 @@ def example_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def held(node: fx.Node) -> Any:
+    """The constant or body that a ``get_attr`` reads of its graph's module; None for nothing."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The mode of a graph's fake tensors; None if it has none."""
+    vals = map(example_of, graph.nodes)
+    return next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
+
+
 def tensor_val(node: object) -> torch.Tensor | None:
     """The node's (fake) tensor value, or None when it has none."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
