@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fxrl.dtypes import wide_dtype
 from fxrl.ops import turned_backward
 from fxrl.ops.fp8 import BLOCK, E4M3, Recipe, dequantized, quantized_weight
 from fxrl.ops.linear_logprob.matmul import slices
@@ -90,7 +91,7 @@ def widened(weight: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor
     if format == "fp8":
         return dequantized(values, scale, dtype)
     codes = torch.stack((values & 15, values >> 4), -1).flatten(1)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_dtype(dtype)
     if format == "int4":
         numbers = codes.to(wide) - 8
     else:

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from fxrl.capture._torch import enable_python_dispatcher, make_fx
 from fxrl.compile._torch import holds, new_size, symbolic_mode
 from fxrl.compile.bodies.inductor import InductorOptions, begin_body
+from fxrl.dtypes import wide_dtype
 from fxrl.ir.graph import Size, memory_like
 from fxrl.ops.masked_attention import BLOCK, Problem, attach, expression
 
@@ -235,7 +236,7 @@ class _Compiled:
             (self._keys, kind.groups, wide),
             (self._queries, kind.heads, wide),
         )
-        dtype = torch.float64 if kind.dtype == torch.float64 else torch.float32
+        dtype = wide_dtype(kind.dtype)
         lse = self._empty(dtype, self._batch, kind.heads, self._queries)
         return [*(self._empty(kind.dtype, self._batch, *s).transpose(1, 2) for s in sizes), lse]
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fxrl.config import Config
+from fxrl.dtypes import wide_dtype
 from fxrl.engines.vllm.options import VllmOptions
 from fxrl.losses import LossFn, LossInfo, loss_info
 from fxrl.losses.own_code import looked_in
@@ -159,7 +160,7 @@ class ModelConfig(Options):
         if self.lora is None and isinstance(self.id, nn.Module):
             return {p.dtype for p in self.id.parameters() if p.requires_grad}
         dtype: torch.dtype = getattr(torch, self.dtype, torch.float32)  # settle's, for "auto"
-        return {torch.promote_types(dtype, torch.float32) if self.adapted else dtype}
+        return {wide_dtype(dtype) if self.adapted else dtype}
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

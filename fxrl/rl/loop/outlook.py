@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from fxrl import TrainStep
+from fxrl.dtypes import wide_dtype
 from fxrl.engines.kv_cache import RolloutMemory, training_bytes
 from fxrl.engines.ledger import ledger_of
 from fxrl.errors import FxrlError
@@ -139,7 +140,7 @@ def _update(
 
 def _batch(parts: RunParts, unit: Sequence[TokenRow], rows: int, device: torch.device) -> Batch:
     """A micro-batch of so many rows, as the trainer makes them."""
-    dtype = torch.promote_types(next(parts.model.parameters()).dtype, torch.float32)
+    dtype = wide_dtype(next(parts.model.parameters()).dtype)
     many = [*unit] * (rows // len(unit))
     [batch] = make_batches(many, [range(rows)], pad_token_id=0, device=device, dtype=dtype)
     scorers = parts.scorers
