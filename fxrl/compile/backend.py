@@ -34,7 +34,7 @@ from fxrl.compile.outer import calls_higher_order, run_outer
 from fxrl.compile.planning import Batch, Planner, batches_of
 from fxrl.compile.region_costs import known_profiles
 from fxrl.config import Config
-from fxrl.errors import FxrlError, PlanError, did_you_mean
+from fxrl.errors import FxrlError, PlanError, did_you_mean, first_line
 from fxrl.ir.bodies import CHECKPOINT, body_of, clone
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
@@ -43,7 +43,7 @@ from fxrl.ir.on_miss import Judge, illegal_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, text_on_any_gpu
-from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report, first_line
+from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_held, name_inside, name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks

@@ -30,7 +30,7 @@ from fxrl.capture.held_models import models_held
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, reason_of
 from fxrl.inspect.evaluate import LossFn
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import example_of, hint
@@ -112,8 +112,7 @@ def explained(
                     with mode:  # the user's own error, from its line; this one is of torch's lines
                         loss_fn(wrapper.inner, inputs)
                 raise
-            why = str(error).splitlines()[0][:200]
-            reason = f"code after a graph break needs real numbers: {why}"
+            reason = f"code after a graph break needs real numbers: {reason_of(error)}"
             cure = "look at step.report after one real step"
             missed = Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure)
             lost = Report((missed,))

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from fxrl.errors import FxrlError, optional
+from fxrl.errors import FxrlError, optional, reason_of
 
 
 class ModelError(FxrlError, ValueError):
@@ -165,6 +165,5 @@ def why_no_hub() -> str | None:
         # Any answer will do, an error status too: the load itself explains that one better.
         hub.get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
     except (OSError, *client_errors) as error:  # offline mode is a ConnectionError
-        reason = str(error).splitlines() or [type(error).__name__]
-        return f"the hub at {constants.ENDPOINT} cannot be reached ({reason[0][:120]})"
+        return f"the hub at {constants.ENDPOINT} cannot be reached ({reason_of(error)})"
     return None

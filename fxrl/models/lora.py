@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxrl.errors import optional
+from fxrl.errors import optional, reason_of
 from fxrl.models.hf import ModelError
 from fxrl.models.trust import read_json
 
@@ -82,7 +82,7 @@ def lora(
         except ValueError as error:
             raise ModelError(
                 f"lora: target_modules={target_modules!r} does not work here "
-                f"({str(error).splitlines()[0][:200]}); 'all-linear' fits every model"
+                f"({reason_of(error)}); 'all-linear' fits every model"
             ) from error
 
 

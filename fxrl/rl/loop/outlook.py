@@ -20,7 +20,7 @@ from fxrl import TrainStep
 from fxrl.dtypes import wide_dtype
 from fxrl.engines.kv_cache import RolloutMemory, training_bytes
 from fxrl.engines.ledger import ledger_of
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, first_line
 from fxrl.ir.remark import format_bytes
 from fxrl.models.lora import is_adapted
 from fxrl.models.sharded import held_bytes
@@ -125,7 +125,7 @@ def _update(
                     _batch(parts, unit, rows, device), accumulated=asked > rows
                 )
         except Exception as error:  # a run needs no prediction
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = first_line(error)
     plan, why = parts.ranks.broadcast((plan, why))
     if plan is None:
         yield f"{what}, not planned: {why}"

@@ -25,7 +25,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, reason_of
 from fxrl.files import write_bytes
 from fxrl.ir.remark import Remark, RemarkKind, Report, format_bytes
 from fxrl.rl.report.charts import (
@@ -41,7 +41,7 @@ from fxrl.rl.report.charts import (
     line_chart,
     number,
 )
-from fxrl.rl.report.files import COMPLETIONS, METRICS, each_line, try_to_write, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, each_line, try_to_write
 from fxrl.rl.report.timing import PHASES
 
 PAGE, NOTES = "run.html", "run.json"
@@ -186,7 +186,7 @@ def _telling(tell: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a page of whatever the files hold is worth no run
-        tell(f"{why(error)}; the run goes on without {PAGE}")
+        tell(f"{reason_of(error)}; the run goes on without {PAGE}")
 
 
 def _content(run_dir: Path, columns: Columns, notes: Table) -> dict[str, Any]:
