@@ -37,6 +37,7 @@ PRODUCTS = (*MATRIX_PRODUCTS, aten.bmm.default, aten.baddbmm.default)
 #: quantiser of rows, by name: they are defined above this.
 FP8_LINEAR, DEQUANTIZED_MM = "fxrl.fp8_linear.default", "fxrl.dequantized_mm.default"
 SHARDED_MM, SHARDED_ROWS = "fxrl.sharded_mm.default", "fxrl.sharded_rows.default"
+SCALED_MM = "fxrl.scaled_mm.default"
 QUANTIZED_PRODUCTS = (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
 #: Those of them whose weight can be read in pieces, and lookups of its rows.
 PIECEWISE_PRODUCTS = (DEQUANTIZED_MM, SHARDED_MM)
@@ -85,6 +86,28 @@ def is_grouped_product(node: object) -> bool:
         return False
     name = str(node.target)
     return "grouped_mm" in name and "scaled" not in name  # that reads values in FP8
+
+
+def is_matrix_product(call: fx.Node) -> bool:
+    """Whether a call is a product in the dtype of its rows."""
+    return call.target in PRODUCTS or is_grouped_product(call) or is_piecewise_product(call)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether ``node`` is an attention, PyTorch's or that under a computed mask (``fxrl.ops``): the
+    whole op, a kernel of it or its backward."""
+    named = ("scaled_dot_product", "masked_attention")
+    return node.op == "call_function" and any(name in str(node.target) for name in named)
+
+
+def is_exchange(call: fx.Node) -> bool:
+    """Whether a call sends tokens for heads or back (``fxrl.ops.context_parallel``)."""
+    return str(call.target) in EXCHANGES
+
+
+def maker_of(node: fx.Node) -> fx.Node:
+    """The call that made a value, which may be one of its several results."""
+    return as_node(node.args[0]) if is_call(node, operator.getitem) else node
 
 
 def is_view(node: object) -> bool:

@@ -26,16 +26,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.analysis.layers import is_product
 from fxrl.compile._torch import functorch_config, min_cut_rematerialization_partition
-from fxrl.compile.bodies.attention import KERNELS
 from fxrl.ir.bodies import graph_module
 from fxrl.ir.graph import (
     PIECEWISE_PRODUCTS,
+    SCALED_MM,
     Size,
     ancestors,
     as_node,
     inputs_of,
+    is_attention,
     is_call,
     is_view,
+    maker_of,
     val_of,
 )
 from fxrl.ir.region import Cut
@@ -44,7 +46,7 @@ from fxrl.ops.region.kernels import Source, lookup
 
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
-_QUANTIZED_PRODUCTS = ("fxrl.scaled_mm.default", *PIECEWISE_PRODUCTS)
+_QUANTIZED_PRODUCTS = (SCALED_MM, *PIECEWISE_PRODUCTS)
 #: By cut, PyTorch's reasons not to compute something again that do not count.
 _WEIGHED: dict[Cut, dict[str, Any]] = {
     "products": {},
@@ -110,8 +112,8 @@ def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
     late = _backward_of(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
-            made_by: Any = node.args[0] if is_call(node, operator.getitem) else node
-            kept = _is_attention(made_by) or (
+            made_by = maker_of(node)
+            kept = _makes_attention(made_by) or (
                 not rest_again and str(made_by.target) in _QUANTIZED_PRODUCTS
             )
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
@@ -119,11 +121,11 @@ def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
                 node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))
 
 
-def _is_attention(node: Any) -> bool:
+def _makes_attention(node: fx.Node) -> bool:
     """Whether a call is an attention, or all that groups of heads make of one."""
     if is_call(node, torch.ops.fxrl.region.default):
         return lookup(str(node.args[1])).region.groups > 1
-    return is_call(node, *KERNELS)
+    return is_attention(node)
 
 
 def _run_again(
