@@ -7,7 +7,7 @@ from typing import Any
 from fxrl.errors import FxrlError
 
 
-def once_differentiable(backward_op: Any) -> None:
+def no_second_derivative(backward_op: Any) -> None:
     """Let an op that computes first derivatives say that it has no second ones."""
 
     def refuse(ctx: Any, *grads: Any) -> Any:

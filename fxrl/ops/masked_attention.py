@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from fxrl.dtypes import wide_dtype
-from fxrl.ops import once_differentiable
+from fxrl.ops import no_second_derivative
 
 #: Queries, and keys, of a block: what kernels skip or see as a whole.
 BLOCK = 128
@@ -347,4 +347,4 @@ def _from_context(ctx: Any, grad: Tensor | None, _: Any) -> Any:
 
 
 masked_attention.register_autograd(_from_context, setup_context=_setup_context)
-once_differentiable(masked_attention_vjp)
+no_second_derivative(masked_attention_vjp)

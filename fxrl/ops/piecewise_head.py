@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from fxrl.dtypes import wide_dtype
-from fxrl.ops import dequantized, once_differentiable
+from fxrl.ops import dequantized, no_second_derivative
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
     MADE_IN_FORWARD,
@@ -495,4 +495,4 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 piecewise_logprob_forward.register_autograd(_backward, setup_context=_setup_context)
-once_differentiable(piecewise_logprob_backward)
+no_second_derivative(piecewise_logprob_backward)
