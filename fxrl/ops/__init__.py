@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from fxrl.errors import FxrlError
 
 
@@ -18,6 +20,12 @@ def no_second_derivative(backward_op: Any) -> None:
         )
 
     backward_op.register_autograd(refuse)
+
+
+def check_rows(ids: Tensor, rows: int) -> None:
+    """Raises ``IndexError``, on a CPU, if a table of so many rows has no such ones."""
+    if ids.device.type == "cpu" and ((ids < 0) | (ids >= rows)).any():
+        raise IndexError(f"ids are from {ids.min()} to {ids.max()}, and there are {rows}")
 
 
 def turned_backward(product: Any) -> None:

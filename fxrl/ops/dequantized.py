@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fxrl.dtypes import wide_dtype
-from fxrl.ops import turned_backward
+from fxrl.ops import check_rows, turned_backward
 from fxrl.ops.fp8 import BLOCK, E4M3, Recipe, dequantized, quantized_weight
 from fxrl.ops.linear_logprob.matmul import slices
 
@@ -134,8 +134,7 @@ def dequantized_rows(
     """See the module; ``ids`` have any shape, and the result is [*ids, K] in ``dtype``. Raises
     ``IndexError``, on a CPU, if there is no such row."""
     (values, scale), flat = weight, ids.reshape(-1)
-    if ids.device.type == "cpu" and ((flat < 0) | (flat >= len(values))).any():
-        raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {len(values)}")
+    check_rows(flat, len(values))
     if len(scale) > 1:
         scale = scale[flat // _share(scale, 0, len(values))]
     widen, _ = _ATTACHED.get(ids.device.type, (widened, TILE))
