@@ -38,6 +38,7 @@ from fxrl.ir.graph import (
     is_call,
     is_view,
     maker_of,
+    reached,
     val_of,
 )
 from fxrl.ir.region import Cut
@@ -164,11 +165,8 @@ def _is_gradient(node: fx.Node) -> bool:
 
 def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
     """The incoming gradients and every node that depends on them."""
-    late: set[fx.Node] = set()
-    for node in joint.graph.nodes:
-        if _is_gradient(node) or any(arg in late for arg in node.all_input_nodes):
-            late.add(node)
-    return late - set(joint.graph.find_nodes(op="output"))
+    late = set(reached(filter(_is_gradient, joint.graph.nodes), lambda node: node.users))
+    return late - {joint.graph.output_node()}
 
 
 def _needed(
