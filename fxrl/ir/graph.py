@@ -142,9 +142,17 @@ def swaps_last_dims(node: object) -> TypeGuard[fx.Node]:
     return order_of_dims(node) == [*range(rank - 2), rank - 1, rank - 2]
 
 
+def is_whole_slice(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is ``x[:]``, of a size that varies; a fixed one gives none."""
+    if not is_call(node, aten.slice.Tensor):
+        return False
+    given = bound(node)
+    return not given["start"] and given["end"] == 2**63 - 1 and given["step"] == 1
+
+
 def skip_whole_slices(node: Any) -> Any:
     """What ``x[:]`` is taken of, however often."""
-    while is_call(node, aten.slice.Tensor) and node.args[2:] == (0, 2**63 - 1):
+    while is_whole_slice(node):
         node = node.args[0]
     return node
 

@@ -176,11 +176,12 @@ class BodyProfile:
         def inner(call: fx.Node) -> tuple[int, float]:
             return self._called(call, measure, target)
 
-        forward = self._forward.at(measure, target, inner)
-        backward = (0, 0.0) if self._backward is None else self._backward.at(measure, target, inner)
+        forward, backward, again = (
+            (0, 0.0) if half is None else half.at(measure, target, inner)
+            for half in (self._forward, self._backward, self._again)
+        )
         incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
         saved = [(source, nbytes(node, measure)) for node, source in self._saved.items()]
-        again = (0, 0.0) if self._again is None else self._again.at(measure, target, inner)
         return Figures(
             forward[0], backward[0] + incoming, forward[1], backward[1], tuple(saved), *again
         )
