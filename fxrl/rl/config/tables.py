@@ -29,7 +29,7 @@ from fxrl.models.quantized import Quantization
 from fxrl.models.tiny import PREFIX, parse_tiny
 from fxrl.options import Options, Positive, above, at_least, within
 from fxrl.rl.config import trl
-from fxrl.rl.config.binding import DIGEST, REST, keys_of, regular_expression
+from fxrl.rl.config.binding import COUNTED, REST, keys_of, regular_expression
 from fxrl.rl.config.conflicts import conflicts
 from fxrl.rl.config.named import (
     build_loss,
@@ -291,7 +291,7 @@ class DataConfig(Options):
     reasoning_gym: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     verifiers: Mapping[str, Any] | str | None = None
-    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=DIGEST)
+    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=COUNTED)
     size: Positive | None = None
     seed: int = 0
     prompt: str = "prompt"
@@ -549,7 +549,7 @@ class EvalConfig(Options):
     dataset: str | None = None
     subset: str | None = None
     split: str | None = None
-    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=DIGEST)
+    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=COUNTED)
     every: Count = 0
     greedy: bool = True
     reward: str | None = None
