@@ -51,6 +51,27 @@ def train_without_cache(model: Any) -> None:
     model.config.use_cache = False
 
 
+def byte_level(
+    vocab: list[str], merges: list[tuple[str, ...]], special: list[str], *, regex: bool, **told: Any
+) -> Any:
+    """A tokenizer of byte pairs, exact both ways, that pads on the left. ``special`` words are
+    never taken apart; ``regex``: texts are taken apart as GPT-2's are before pairs are merged;
+    ``told`` are options of ``PreTrainedTokenizerFast``. Raises ``MissingPackageError`` without
+    transformers."""
+    hf, tk = (optional(name, "a tokenizer") for name in ("transformers", "tokenizers"))
+    numbered = {word: number for number, word in enumerate(vocab)}
+    tokenizer = tk.Tokenizer(tk.models.BPE(vocab=numbered, merges=merges))
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)
+    tokenizer.decoder = tk.decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,  # would change decoded text; BPE has no need
+        **told,
+    )
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards each module has the mode it had (they need not agree)."""
