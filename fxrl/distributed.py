@@ -42,7 +42,7 @@ import torch.distributed
 from torch import Tensor
 
 from fxrl.dtypes import wide_dtype
-from fxrl.errors import ConfigError, FxrlError
+from fxrl.errors import ConfigError, FxrlError, shown
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Ranks:
         for rank, other in enumerate(others, 1):
             if other != first:
                 raise RankError(
-                    f"{what}: rank 0 has {_short(first)} and rank {rank} has {_short(other)}; all "
+                    f"{what}: rank 0 has {shown(first)} and rank {rank} has {shown(other)}; all "
                     "ranks need the same files, packages and kind of GPU"
                 )
 
@@ -328,11 +328,6 @@ def buckets(tensors: Sequence[V], most_bytes: int = BUCKET_BYTES) -> Iterator[li
 def _bytes(bucket: Sequence[Tensor]) -> int:
     """As it is summed."""
     return sum(tensor.numel() * wide_dtype(tensor.dtype).itemsize for tensor in bucket)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class _Pause:

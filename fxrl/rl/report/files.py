@@ -52,15 +52,15 @@ def keep_trying(
 ) -> T:
     """``action()``, again while it raises ``OSError`` or ``StorageError``; raises ``StorageError``
     if the last try fails too."""
-    for left in reversed(range(retries + 1)):
+    while True:
         try:
             return try_to_write(action, what)
         except StorageError as error:
-            if not left:
+            if not retries:
                 raise
-            tell(f"{error}; trying again in {wait_s:g} s, {left} more times")
+            tell(f"{error}; trying again in {wait_s:g} s, {retries} more times")
             sleep(wait_s)
-    raise AssertionError("unreachable: the last try returns or raises")
+        retries -= 1
 
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
