@@ -192,8 +192,8 @@ def _put_on_meta(gm: fx.GraphModule) -> None:
 
 def _stand_in(gm: fx.GraphModule, mode: FakeTensorMode | None) -> Callable[..., Any]:
     """A callable that returns what the graph returns in shape, dtype and device."""
-    (output,) = gm.graph.find_nodes(op="output")
-    results = [example_of(n) if isinstance(n, fx.Node) else n for n in output.args[0]]
+    returned: Any = gm.graph.output_node().args[0]
+    results = [example_of(n) if isinstance(n, fx.Node) else n for n in returned]
     make = _zeros if mode is None else functools.partial(_fake, mode=mode)
     made = [
         make(r) if isinstance(r, Tensor) else hint(r) if isinstance(r, torch.SymInt) else r

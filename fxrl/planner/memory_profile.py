@@ -58,7 +58,7 @@ class MemoryProfile:
 
     def __init__(self, gm: fx.GraphModule, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels
-        (output,) = gm.graph.find_nodes(op="output")
+        output = gm.graph.output_node()
         given = set(map(owner, output.all_input_nodes))
         self._whole = _parts_of_concatenations(kernels, given)
         self._lives: dict[fx.Node, _Life] = {}

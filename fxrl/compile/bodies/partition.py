@@ -91,15 +91,14 @@ def partition(
         for told in _TOLD:  # Inductor would take it as said to itself
             node.meta.pop(told, None)
     forward, backward = pair
-    (output,) = backward.graph.find_nodes(op="output")
-    late = _late(backward, output.args[0])
+    grads: Any = backward.graph.output_node().args[0]
+    late = _late(backward, grads)
     return _Settling(forward, late, num_outputs, sum_again=cut == "attention").settle()
 
 
 def outputs_again(forward: fx.GraphModule, num_outputs: int) -> Halves:
     """A forward, and as its backward the graph of its outputs of what it keeps."""
-    (output,) = forward.graph.find_nodes(op="output")
-    results = list(output.args[0])
+    results: Any = forward.graph.output_node().args[0]
     sizes = {n for n in forward.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}
     given = sizes.union(results[num_outputs:])
     nodes = _needed(results[:num_outputs], set(forward.graph.nodes), given)
@@ -139,8 +138,8 @@ def _run_again(
     numbers, of which there are none. And a forward that hands out a product is, kernel by kernel,
     the forward without gradients: what is scored has the bits of what is trained.
     """
-    (output,) = joint.graph.find_nodes(op="output")
-    outputs, grads = output.args[0][:num_outputs], output.args[0][num_outputs:]
+    results: Any = joint.graph.output_node().args[0]
+    outputs, grads = results[:num_outputs], results[num_outputs:]
     late = _backward_of(joint)
     inputs = [n for n in inputs_of(joint.graph) if n not in late]
     forward = [*inputs, *_needed(outputs, set(joint.graph.nodes) - set(inputs))]
@@ -213,10 +212,10 @@ class _Settling:
         sum_again: bool = False,
     ) -> None:
         self.forward, self.backward, self._sum_again = forward, backward, sum_again
-        (self._output,) = forward.graph.find_nodes(op="output")
+        results: Any = forward.graph.output_node().args[0]
+        self._results = list(results[:num_outputs])
         self._nodes = {node.name: node for node in forward.graph.nodes}
         self._inputs = inputs_of(forward.graph)
-        self._results: list[Any] = list(self._output.args[0])[:num_outputs]
         # Of the backward's graph: what stands for the forward's values, by name; what it computes;
         # its sums over groups, by the forward's call.
         self._places: dict[str, fx.Node] = {}
@@ -244,7 +243,7 @@ class _Settling:
                 if twin not in self._results:
                     self._results.append(twin)
                 sources.append(("output", self._results.index(twin)))
-        self._output.args = (list(self._results),)
+        self.forward.graph.output_node().args = (list(self._results),)
         for half in (self.forward, self.backward):
             half.graph.eliminate_dead_code()
             half.graph.lint()
