@@ -41,7 +41,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from fxrl.errors import ConfigError, FxrlError
+from fxrl.dtypes import wide_dtype
+from fxrl.errors import ConfigError, FxrlError, shown
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -113,7 +114,7 @@ class Ranks:
         for rank, other in enumerate(others, 1):
             if other != first:
                 raise RankError(
-                    f"{what}: rank 0 has {_short(first)} and rank {rank} has {_short(other)}; all "
+                    f"{what}: rank 0 has {shown(first)} and rank {rank} has {shown(other)}; all "
                     "ranks need the same files, packages and kind of GPU"
                 )
 
@@ -127,8 +128,9 @@ class Ranks:
             return
         self.meet()
         for bucket in buckets(tensors):
-            flat = bucket[0].new_empty(sum(t.numel() for t in bucket), dtype=wide_dtype(bucket[0]))
-            parts = torch.split(flat, [t.numel() for t in bucket])
+            sizes = [t.numel() for t in bucket]
+            flat = bucket[0].new_empty(sum(sizes), dtype=wide_dtype(bucket[0].dtype))
+            parts = torch.split(flat, sizes)
             for tensor, part in zip(bucket, parts, strict=True):
                 part.view(tensor.shape).copy_(tensor)
             self.finish(self.begin_sum(flat))
@@ -323,19 +325,9 @@ def buckets(tensors: Sequence[V], most_bytes: int = BUCKET_BYTES) -> Iterator[li
         yield bucket
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which a tensor is summed."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _bytes(bucket: Sequence[Tensor]) -> int:
     """As it is summed."""
-    return sum(tensor.numel() * wide_dtype(tensor).itemsize for tensor in bucket)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return sum(tensor.numel() * wide_dtype(tensor.dtype).itemsize for tensor in bucket)
 
 
 class _Pause:

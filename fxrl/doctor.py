@@ -24,7 +24,7 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 
 import fxrl
-from fxrl.errors import TESTED
+from fxrl.errors import TESTED, first_line, reason_of
 
 Status = Literal["ok", "missing", "wrong version", "broken", "not here"]
 
@@ -255,7 +255,7 @@ def _offload(gpu: tuple[str, tuple[int, int]] | None, smoke: bool) -> Check:
     try:
         link = measured_link(torch.device("cuda", 0))
     except RuntimeError as error:
-        why = f"no memory can be pinned: {str(error).splitlines()[0][:160]}"
+        why = f"no memory can be pinned: {reason_of(error)}"
         cure = "raise `ulimit -l` or the container's memory; Config(host_memory=0) does without"
         return Check("", "broken", why, cure)
     return Check("", "ok", f"{link / 1e9:.0f} GB/s, {host_free() / 2**30:.0f} GiB are free")
@@ -283,6 +283,5 @@ def _tried(what: str, right: Callable[[], bool]) -> Check:
         if not right():
             return Check("", "broken", "its code ran and the result is wrong")
     except Exception as error:  # whatever a broken tool chain or driver raises is the finding
-        words = (str(error).strip().splitlines() or [""])[0]
-        return Check("", "broken", f"{type(error).__name__}: {words[:200]}")
+        return Check("", "broken", first_line(error, 200))
     return Check("", "ok", f"{what} in {time.perf_counter() - start:.1f} s")

@@ -37,6 +37,18 @@ def shown(value: object, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def first_line(error: BaseException, most: int = 500) -> str:
+    """What went wrong somewhere else: an error's kind and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:most]
+
+
+def reason_of(error: BaseException) -> str:
+    """The system's reason, or the first line of what an error says that was to be expected."""
+    text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
+    line = " ".join(text.splitlines()[0].split())
+    return line if len(line) <= 200 else f"{line[:197]}..."
+
+
 class FxrlError(Exception):
     """Base of every error that fxrl raises on purpose."""
 

@@ -15,6 +15,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,11 @@ def opened(path: Path, mode: Literal["rb", "ab", "a+b", "xb"], *, buffering: int
         stream.close()
         raise ForeignFileError(f"{path} is no plain file; move it away")
     return stream
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ``OSError`` if no file can be made in a folder."""
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 @contextmanager

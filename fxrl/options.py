@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fxrl.errors import ConfigError, nearest, shown
 
@@ -28,22 +28,24 @@ class Options:
     unfit: ClassVar[type[ConfigError]] = ConfigError
 
     def __post_init__(self) -> None:
-        hints, lines = hints_of(type(self)), []
-        for name, hint in hints.items():
+        cls: Any = type(self)
+        lines = []
+        for name, option in _options_of(cls).items():
             value = getattr(self, name)
             try:
-                object.__setattr__(self, name, fit(hint, value))
+                object.__setattr__(self, name, fit(option.hint, value))
             except TypeError:
-                cure = _behind(_cures_of(type(self)).get(name, ""))
-                lines.append(f"{name}={misfit(hint, value)}{cure}")
+                lines.append(f"{name}={misfit(option.hint, value)}{_behind(option.cure)}")
         if lines or (lines := [*self.wrong()]):
             raise self.unfit("\n".join(lines))
 
     def wrong(self) -> Iterator[str]:
         """What is out of its range, and ``problems``."""
-        for name, checks in _checks_of(type(self)).items():
+        cls: Any = type(self)
+        for name, option in _options_of(cls).items():
             value = getattr(self, name, None)  # of an unfit value there is none
-            if value is not None and (said := next(filter(None, (c(value) for c in checks)), None)):
+            said = value is not None and next(filter(None, (c(value) for c in option.checks)), None)
+            if said:
                 yield f"{name}={shown(value)} {said}"
         yield from self.problems()
 
@@ -52,31 +54,30 @@ class Options:
         return ()
 
 
+class _Option(NamedTuple):
+    """What an annotation says of a field."""
+
+    hint: Any  # its kind, without ranges
+    checks: list[Check]  # its ranges, also of what may be None
+    cure: str  # what to write instead of a value of another kind
+
+
 def hints_of(cls: Any) -> dict[str, Any]:
     """The kinds of a dataclass's fields by name, without their ranges."""
-    return _read(cls)[0]
-
-
-def _checks_of(cls: Any) -> dict[str, list[Check]]:
-    """The ranges of a dataclass's fields by name, also of what may be None."""
-    return _read(cls)[1]
-
-
-def _cures_of(cls: Any) -> dict[str, str]:
-    """What to write instead of a value of another kind, by the field's name."""
-    return _read(cls)[2]
+    return {name: option.hint for name, option in _options_of(cls).items()}
 
 
 @functools.cache
-def _read(cls: Any) -> tuple[dict[str, Any], dict[str, list[Check]], dict[str, str]]:
-    found = typing.get_type_hints(cls)
-    checks, cures = {}, {}
-    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
-        kinds = (hint, *typing.get_args(hint))
+def _options_of(cls: Any) -> dict[str, _Option]:
+    hints, found = typing.get_type_hints(cls), {}
+    annotated = typing.get_type_hints(cls, include_extras=True)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        kinds = (annotated[name], *typing.get_args(annotated[name]))
         told = [one for kind in kinds for one in getattr(kind, "__metadata__", ())]
-        checks[name] = [one for one in told if isinstance(one, Check)]
-        cures[name] = next((one for one in told if isinstance(one, str)), "")
-    return {field.name: found[field.name] for field in dataclasses.fields(cls)}, checks, cures
+        checks = [one for one in told if isinstance(one, Check)]
+        cure = next((one for one in told if isinstance(one, str)), "")
+        found[name] = _Option(hints[name], checks, cure)
+    return found
 
 
 # ---------------------------------------------------------------------------- ranges

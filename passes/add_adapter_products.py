@@ -29,7 +29,7 @@ from torch import fx
 import fxrl.ops.fp8  # noqa: F401  # defines the op
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import RESHAPES, hint, is_call, shape_of
-from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 from fxrl.passes.merge_adapter_products import (
@@ -57,13 +57,6 @@ class AddAdapterProducts(Normalisation[SumWithScaled]):
 
     name: ClassVar[str] = "add-adapter-products"
     stage: ClassVar[Stage] = Stage.CLEAN
-    doc: ClassVar[PassDoc] = PassDoc(
-        "sums of a product in FP8 and one of low rank, in a layer's body: a Linear and its adapter",
-        "a value as wide as the layer, written and read",
-        "nothing",
-        "the other product is no narrow one, or the result narrower than the product is deep: "
-        "the sum stays",
-    )
 
     def match(self, gm: fx.GraphModule) -> Iterator[SumWithScaled]:
         for products in sums_of_products(gm.graph, _FP8, _MM):

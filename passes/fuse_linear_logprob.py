@@ -30,6 +30,7 @@ from fxrl.analysis.rows.analysis import HeadSite, RowProgram
 from fxrl.analysis.rows.cost import eager_bytes
 from fxrl.analysis.rows.emit import RowEmitter, as_argument
 from fxrl.analysis.rows.expr import RowExpr, walk
+from fxrl.dtypes import wide_dtype
 from fxrl.ir.graph import (
     MATRIX_PRODUCTS,
     SHARDED_MM,
@@ -229,7 +230,7 @@ class _Emission:
         if transform.divisor == 1:
             return None
         val = val_of(hidden)
-        wide = torch.float64 if val.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(val.dtype)
         return self.call(aten.full.default, [], transform.divisor, dtype=wide, device=val.device)
 
     # -- narrow expressions over its results

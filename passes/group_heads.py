@@ -31,6 +31,7 @@ from fxrl.ir.bodies import clone
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     as_node,
+    base_of,
     bound,
     is_call,
     is_tensor,
@@ -146,7 +147,7 @@ class _Body:
                 if share is not None:
                     self._feed(arg, share)
                 elif arg not in self._steps:
-                    self._feed(_looked_at(arg), None)
+                    self._feed(base_of(arg, _looks_at_tensor), None)
         self._sizes = SizeTable(self._graph)
         self._builder = Builder(self._graph)
 
@@ -216,8 +217,6 @@ class _Body:
         return self._places[node]
 
 
-def _looked_at(node: fx.Node) -> fx.Node:
-    """The value that a whole operand looks at: its dims tell sizes that those of rows do not."""
-    while is_view(node) and is_tensor(source := node.args[0]):
-        node = source
-    return node
+def _looks_at_tensor(node: fx.Node) -> bool:
+    """Whether it is a view of a whole value, whose dims tell sizes that those of rows do not."""
+    return is_view(node) and is_tensor(node.args[0])

@@ -27,6 +27,7 @@ from fxrl.ir.graph import (
     COPIES,
     MATRIX_PRODUCTS,
     RESHAPES,
+    as_node,
     bound,
     draws_random,
     equal_sizes,
@@ -34,6 +35,7 @@ from fxrl.ir.graph import (
     is_pointwise,
     is_same,
     is_tensor,
+    is_whole_slice,
     shape_of,
     spelled_alike,
 )
@@ -45,7 +47,6 @@ aten = torch.ops.aten
 
 #: Ops that keep their elements' order: of tensors one after the other they give the same.
 _SHAPES = (*RESHAPES, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
-_END = torch.iinfo(torch.int64).max
 Level = tuple[fx.Node, ...]
 
 
@@ -173,12 +174,9 @@ def _of_moved_rows(builder: Builder, sizes: SizeTable, site: JoinedProducts) -> 
 
 
 def _unsliced(node: fx.Node) -> fx.Node:
-    """Past slices that take all: ``[:]`` of a size that varies, where a fixed one gives none."""
-    while is_call(node, aten.slice.Tensor) and _readers(node) == 1:
-        given = bound(node)
-        if given["start"] or given["end"] != _END or given["step"] != 1:
-            break
-        node = given["self"]
+    """Past whole slices that nothing else reads."""
+    while is_whole_slice(node) and _readers(node) == 1:
+        node = as_node(node.args[0])
     return node
 
 

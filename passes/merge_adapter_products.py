@@ -32,7 +32,7 @@ from fxrl.ir.graph import (
     tensor_val,
     val_of,
 )
-from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 
@@ -47,12 +47,6 @@ class MergeAdapterProducts(Normalisation[Site]):
 
     name: ClassVar[str] = "merge-adapter-products"
     stage: ClassVar[Stage] = Stage.CLEAN
-    doc: ClassVar[PassDoc] = PassDoc(
-        "sums of products over one operand, products of scaled operands, in a layer's body",
-        "values as wide as the layer that an elementwise op would read again",
-        "a copy of the narrow operands",
-        "the copies would cost more than the sums: they stay",
-    )
 
     def match(self, gm: fx.GraphModule) -> Iterator[Site]:
         first = next((n for n in gm.graph.nodes if is_call(n, aten.mm.default)), None)

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import ancestors, is_same, nbytes, shape_of
-from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
+from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 from fxrl.passes.merge_adapter_products import stacked
@@ -44,12 +44,6 @@ class StackAdapterProducts(Normalisation[NarrowProducts]):
 
     name: ClassVar[str] = "stack-adapter-products"
     stage: ClassVar[Stage] = Stage.CLEAN
-    doc: ClassVar[PassDoc] = PassDoc(
-        "narrow products of one operand, in a layer's body: adapters over the same rows",
-        "reading the rows again for each",
-        "a copy of the narrow operands, and of results",
-        "the copies would cost more, or one product needs another's result: they stay",
-    )
 
     def match(self, gm: fx.GraphModule) -> Iterator[NarrowProducts]:
         products = gm.graph.find_nodes(op="call_function", target=aten.mm.default)

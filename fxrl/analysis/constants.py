@@ -12,7 +12,7 @@ from math import isfinite
 import torch
 from torch import Tensor, fx
 
-from fxrl.ir.graph import COPIES, as_node, base_of, bound, is_call, is_tensor, val_of
+from fxrl.ir.graph import COPIES, as_node, base_of, bound, held, is_call, is_tensor, val_of
 
 Number = bool | int | float
 
@@ -68,6 +68,6 @@ def _made_of(node: fx.Node) -> Number | None:
         named = bound(node)
         given = next(named[name] for name in ("fill_value", "value", "s") if name in named)
     elif is_call(node, aten.lift_fresh_copy.default):  # of ``torch.tensor(0)``
-        held = getattr(node.graph.owning_module, str(as_node(node.args[0]).target), None)
-        given = held.item() if type(held) is Tensor and held.numel() == 1 else None
+        constant = held(as_node(node.args[0]))
+        given = constant.item() if type(constant) is Tensor and constant.numel() == 1 else None
     return given if isinstance(given, (bool, int, float)) else None

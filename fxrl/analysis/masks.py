@@ -28,11 +28,13 @@ from torch import fx
 from fxrl.analysis.attention import Constant, Positions, known
 from fxrl.ir.graph import (
     RESHAPES,
+    TRANSPOSES,
     bound,
     draws_random,
     is_call,
     is_pointwise,
     is_tensor,
+    order_of_dims,
     shape_of,
     spelled_alike,
     val_of,
@@ -207,14 +209,9 @@ def _through(node: fx.Node, axes: Axes) -> tuple[fx.Node, Axes] | None:
         return source, axes
     if is_call(node, aten.expand.default):
         return source, tuple(map(_one, shape, axes[rank - len(shape) :]))
-    if is_call(node, aten.permute.default):
-        order: Any = node.args[1]
-        return source, tuple(axes[[d % rank for d in order].index(dim)] for dim in range(rank))
-    if is_call(node, aten.transpose.int):
-        swapped = list(axes)
-        first, second = (int(dim) for dim in node.args[1:3])  # type: ignore[arg-type]
-        swapped[first], swapped[second] = swapped[second], swapped[first]
-        return source, tuple(swapped)
+    if is_call(node, *TRANSPOSES):
+        order = order_of_dims(node)
+        return source, tuple(axes[order.index(dim)] for dim in range(rank))
     if is_call(node, *_OF_ONES, *RESHAPES):
         return source, _reshaped(node, source, axes)
     return None

@@ -25,6 +25,7 @@ from fxrl.ir.graph import (
     OpOverload,
     ancestors,
     draws_random,
+    held,
     is_call,
     is_tensor,
     needs_grad,
@@ -156,8 +157,8 @@ def _closed(order: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 def _example(node: fx.Node) -> torch.Tensor | None:
     """The (fake) tensor of an input; that of a constant is held by the graph's module."""
     if node.op == "get_attr" and tensor_val(node) is None:
-        held = getattr(node.graph.owning_module, str(node.target), None)
-        return held if isinstance(held, torch.Tensor) else None
+        constant = held(node)
+        return constant if isinstance(constant, torch.Tensor) else None
     return tensor_val(node)
 
 

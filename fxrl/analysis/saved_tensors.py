@@ -7,15 +7,11 @@ computed again from something smaller that is kept anyway.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
-from fxrl.analysis.attention import SDPA
 from fxrl.analysis.layers import is_product, is_weight
 from fxrl.ir.graph import (
     DEQUANTIZED_MM,
@@ -27,9 +23,10 @@ from fxrl.ir.graph import (
     base_of,
     bound,
     inputs_of,
-    is_call,
+    is_attention,
     is_tensor,
     is_view,
+    maker_of,
     nbytes,
     needs_grad,
     reached,
@@ -129,8 +126,8 @@ def _kept(body: fx.GraphModule, trained: tuple[bool, ...], cut: Cut) -> Kept:
     inputs = set(inputs_of(graph))
     read = {x for x in inputs if x.users and is_tensor(x) and not is_weight(x)}
     if cut in ("inputs", "attention"):
-        attention = {value for value in eager if cut == "attention" and _is_attention(value)}
-        kept = read | attention
+        attention = cut == "attention"
+        kept = read | {value for value in eager if attention and is_attention(maker_of(value))}
     else:
         kept = _kept_for_products(nodes, eager)
     return Kept(_bytes(kept & read), _bytes(kept - inputs), _bytes(eager))
@@ -154,11 +151,6 @@ def _kept_for_products(nodes: Sequence[fx.Node], eager: Mapping[fx.Node, bool]) 
         sources = {value} if whole else _sources(value, inside, kept)
         kept |= sources if _bytes(sources - kept) < nbytes(value) else {value}
     return kept
-
-
-def _is_attention(value: fx.Node) -> bool:
-    made: Any = value.args[0] if is_call(value, operator.getitem) else value
-    return is_call(made, SDPA, torch.ops.fxrl.masked_attention.default)
 
 
 def _bytes(values: Iterable[fx.Node]) -> int:

@@ -34,6 +34,7 @@ from fxrl.ir.graph import (
     is_tensor,
     numel_hint,
     op_name,
+    order_of_dims,
     shape_of,
 )
 from fxrl.ir.remark import Refusal
@@ -338,15 +339,8 @@ def _unsqueeze(into: SharedGraph, node: fx.Node) -> Step:
 
 
 def _permute(into: SharedGraph, node: fx.Node) -> Step:
-    given = bound(node)
-    share, rank = _of(into, given["self"]), len(shape_of(node))
-    order = list(range(rank))
-    if "dims" in given:
-        order = dims_of(given["dims"], rank)
-    elif rank > 1:
-        one, other = dims_of([given.get("dim0", 0), given.get("dim1", 1)], rank)
-        order[one], order[other] = order[other], order[one]
-    return Step(replace(share, dim=order.index(share.dim)))
+    share = _of(into, bound(node)["self"])
+    return Step(replace(share, dim=order_of_dims(node).index(share.dim)))
 
 
 def _slice(into: SharedGraph, node: fx.Node) -> Step:

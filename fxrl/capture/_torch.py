@@ -13,7 +13,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from types import CodeType
 from typing import Any, TypeVar
@@ -74,6 +74,19 @@ _GLOBAL_HOOKS = [hooks for name, hooks in vars(torch.nn.modules.module).items() 
 #: How Dynamo reads an attribute of a traced object; the second from torch 2.15 on.
 GETATTRS = ("var_getattr", "tp_getattro_impl")
 # fmt: on
+
+
+@contextmanager
+def swapped(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, attributes of a module, a class or an object are others."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def try_again(code: CodeType) -> None:
@@ -388,21 +401,13 @@ def around_compiles(
             callback_handler.remove_end_callback(ends)
 
 
-@contextmanager
-def dynamo_settings(changes: Mapping[str, Any]) -> Iterator[None]:
+def dynamo_settings(changes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Dynamo with these settings.
 
     NOTE [Why not its config.patch]: from torch 2.13 on each leaves a context variable behind, which
     the thread's context holds for ever: a kilobyte for each call of a step.
     """
-    before = {name: getattr(dynamo_config, name) for name in changes}
-    try:
-        for name, value in changes.items():
-            setattr(dynamo_config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(dynamo_config, name, value)
+    return swapped(dynamo_config, **changes)
 
 
 class Variation:
@@ -416,11 +421,5 @@ class Variation:
     def __init__(self) -> None:
         self._seen: Any = defaultdict(pgo.CodeState)
 
-    @contextmanager
-    def accounted(self) -> Iterator[None]:
-        before = pgo._CODE_STATE
-        pgo._CODE_STATE = self._seen
-        try:
-            yield
-        finally:
-            pgo._CODE_STATE = before
+    def accounted(self) -> AbstractContextManager[None]:
+        return swapped(pgo, _CODE_STATE=self._seen)

@@ -16,6 +16,7 @@ from torch import fx
 from fxrl.analysis.layers import layer_path
 from fxrl.capture._torch import SET_GRAD, FakeTensor, fake_like
 from fxrl.capture.opaque import under
+from fxrl.errors import first_line
 from fxrl.ir.bodies import AUTOGRAD_FUNCTION, HALVES, Halves, clone
 from fxrl.ir.graph import (
     HigherOrderOperator,
@@ -28,7 +29,7 @@ from fxrl.ir.graph import (
     tensor_val,
     writes,
 )
-from fxrl.ir.remark import Refusal, first_line
+from fxrl.ir.remark import Refusal
 
 Lower = Callable[..., fx.GraphModule]
 

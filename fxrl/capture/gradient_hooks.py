@@ -8,6 +8,7 @@ it, and at each call it is hung on the loss, which the same backward begins at.
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_VARARGS = 0x04  # of ``CodeType.co_flags``
+#: Of code that runs when it is asked for its next value.
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _waiting: list[Callable[[Tensor], None]] = []
 
 
@@ -23,7 +25,7 @@ def looks_away(code: CodeType, given: int) -> bool:
     """Whether a function returns nothing, and never reads the argument that follows ``given``."""
     if given < code.co_argcount:
         name = code.co_varnames[given]
-    elif code.co_flags & _VARARGS:
+    elif code.co_flags & inspect.CO_VARARGS:
         name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
     else:
         return False
@@ -32,15 +34,11 @@ def looks_away(code: CodeType, given: int) -> bool:
     returned += [one for one in found if one.opname == "RETURN_CONST"]
     reads = any("FAST" in one.opname and name in _names(one.argval) for one in found)
     silent = all("CONST" in one.opname and one.argval is None for one in returned)
-    return silent and not reads and name not in code.co_cellvars and not _yields(code)
+    return silent and not reads and name not in code.co_cellvars and not code.co_flags & _YIELDS
 
 
 def _names(argval: Any) -> tuple[Any, ...]:
     return argval if isinstance(argval, tuple) else (argval,)  # some instructions read two
-
-
-def _yields(code: CodeType) -> bool:
-    return bool(code.co_flags & 0x2A0)  # a generator or coroutine, which runs when it is asked
 
 
 def hang_on_loss(hook: Callable[[Tensor], None]) -> None:

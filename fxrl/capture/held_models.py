@@ -53,8 +53,9 @@ def _parts(name: str, value: Any, names: _Names) -> Iterator[tuple[str, Any, _Na
     elif isinstance(value, types.MethodType):
         yield from _of_method(value.__func__, "self", value.__self__)
     elif isinstance(value, types.FunctionType):
-        written = inspect.unwrap(value)
-        yield from _of_function(value) if written is value else [(name, written, names)]
+        yield from _of_function(value)
+        if (written := inspect.unwrap(value)) is not value:
+            yield name, written, names
     elif isinstance(value, (dict, list, tuple)):
         items = value.values() if isinstance(value, dict) else value
         yield from ((name, item, names) for item in islice(items, _MANY))

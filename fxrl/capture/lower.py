@@ -26,6 +26,7 @@ from fxrl.capture.functions import lower_functions
 from fxrl.capture.opaque import is_whole, under
 from fxrl.capture.tracing import trace, tracing
 from fxrl.capture.writes import refuse_lost_values
+from fxrl.errors import first_line
 from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graphs_of, save_as, set_body, what_it_saves
 from fxrl.ir.graph import (
     as_node,
@@ -35,7 +36,7 @@ from fxrl.ir.graph import (
     needs_grad,
     propagate_requires_grad,
 )
-from fxrl.ir.remark import Refusal, first_line
+from fxrl.ir.remark import Refusal
 from fxrl.ir.site import rename_site
 
 

@@ -38,7 +38,7 @@ from fxrl.capture._torch import (
 )
 from fxrl.capture.opaque import OpaqueCalls, Recorded, ToldAutograd, is_opaque, is_unseen
 from fxrl.capture.writes import DATA_GIVEN, Functional, storage_of, unwrap
-from fxrl.ir.graph import as_node, example_of, inputs_of, is_call, wrapper_of, writes
+from fxrl.ir.graph import as_node, example_of, fake_mode_of, inputs_of, is_call, wrapper_of, writes
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -111,8 +111,7 @@ def _traced(
 @contextmanager
 def tracing(gm: fx.GraphModule) -> Iterator[None]:
     """Trace in Dynamo's own fake mode; new data-dependent sizes belong to this trace alone."""
-    examples = map(example_of, gm.graph.nodes)  # its inputs may be sizes alone
-    mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
+    mode = fake_mode_of(gm.graph)  # its inputs may be sizes alone
     with ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)

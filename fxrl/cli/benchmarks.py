@@ -49,7 +49,7 @@ def _is_checkout(place: Path) -> bool:
     return (place / "bench" / "__init__.py").is_file() and (place / "pyproject.toml").is_file()
 
 
-def first_line(script: Path) -> str:
+def summary_of(script: Path) -> str:
     """The first line of the script's docstring."""
     doc = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
     return doc.partition("\n")[0]

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxrl.errors import ConfigError, FxrlError, MissingPackageError, VerificationError
-from fxrl.files import replacing
+from fxrl.files import check_writable, replacing
 from fxrl.inspect.evaluate import split_result
 from fxrl.inspect.timeline import plot
 from fxrl.ir.graph import gpu_of
@@ -69,7 +69,7 @@ def check_path(path: str | Path) -> Path:
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; make it, or name another")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        check_writable(path.parent)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another") from error
     return path

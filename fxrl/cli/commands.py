@@ -155,7 +155,7 @@ def bench(args: Args) -> int:
         passed_on = ["--json"] if args.json and "--json" not in args.rest else []
         code = benchmarks.run_script(args.name, [*args.rest, *passed_on])
         return code if code in (0, 2) else 1
-    scripts = {n: benchmarks.first_line(f) for n, f in benchmarks.find_scripts().items()}
+    scripts = {n: benchmarks.summary_of(f) for n, f in benchmarks.find_scripts().items()}
     if args.json:
         show.as_json(scripts)
     else:

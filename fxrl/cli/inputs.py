@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fxrl.config import Config, parse_bytes
-from fxrl.errors import ConfigError, PlanError, did_you_mean
+from fxrl.errors import ConfigError, PlanError, did_you_mean, reason_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.losses import by_name, completion_logits, token_stats
@@ -108,7 +108,7 @@ def _hf_config(model_id: str) -> Any:
     try:
         file = find_file(model_id, "config.json", local=no_hub is not None)
     except (OSError, ValueError) as error:
-        file, no_hub = None, no_hub or str(error).partition("\n")[0]
+        file, no_hub = None, no_hub or reason_of(error)
     if file is None:
         why = no_hub or "the repository has no config.json"
         raise ModelError(

@@ -27,7 +27,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition as
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fxrl.capture._torch import FakeTensorMode
+from fxrl.capture._torch import FakeTensorMode, swapped
 from fxrl.ir.graph import Size, inputs_of
 
 functorch_config: Any = torch._functorch.config  # .patch: how min-cut weighs, for the time of a call
@@ -210,14 +210,12 @@ class _KernelsToCome:
         self._waiting, self._unsaved = [], []
 
 
-@contextmanager
-def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]:
+def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> AbstractContextManager[None]:
     """Inductor takes the fake values that a graph was traced with, and does not run it for them
     again: a twentieth of a cold first step."""
     from torch._inductor import compile_fx
 
-    module: Any = compile_fx
-    run = module.fake_tensor_prop
+    run: Any = compile_fx.fake_tensor_prop
 
     def known(given: fx.GraphModule, *args: Any) -> FakeTensorMode:
         told = given is gm and all(
@@ -225,11 +223,7 @@ def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]:
         )
         return mode if told else run(given, *args)
 
-    module.fake_tensor_prop = known
-    try:
-        yield
-    finally:
-        module.fake_tensor_prop = run
+    return swapped(compile_fx, fake_tensor_prop=known)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from fxrl.compile.outer import calls_higher_order, run_outer
 from fxrl.compile.planning import Batch, Planner, batches_of
 from fxrl.compile.region_costs import known_profiles
 from fxrl.config import Config
-from fxrl.errors import FxrlError, PlanError, did_you_mean
+from fxrl.errors import FxrlError, PlanError, did_you_mean, first_line
 from fxrl.ir.bodies import CHECKPOINT, body_of, clone
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
@@ -42,8 +42,8 @@ from fxrl.ir.graph import IS_PART, gpu_of, has_hint, hint, tensor_val
 from fxrl.ir.on_miss import Judge, illegal_misses
 from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
-from fxrl.ir.region import Region, region_calls, text_on_any_gpu
-from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report, first_line
+from fxrl.ir.region import Region, region_calls, regions_of, text_on_any_gpu
+from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.site import name_held, name_inside, name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
@@ -265,8 +265,7 @@ class Backend:
         if (device := gpu_of(examples)) is not None:
             pool_of(device).reserve(capture.given.peak_host_bytes or 0)
         calls = region_calls(gm)
-        regions = {call.meta["region"].id: call.meta["region"] for call in calls}
-        owned = self._built(capture, regions)
+        owned = self._built(capture, regions_of(gm))
         for call in calls:
             call.update_arg(1, owned[call.meta["region"].id].key)
         capture.kernels |= owned  # those of another plan run, too

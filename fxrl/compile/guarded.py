@@ -12,8 +12,7 @@ from fxrl.capture.branches import CannotBeginAnewError, follows_branches, random
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.writes import undone
 from fxrl.compile.outer import restore_checkpoints
-from fxrl.errors import FxrlError
-from fxrl.ir.remark import first_line
+from fxrl.errors import FxrlError, first_line
 
 Run = Callable[..., Any]
 

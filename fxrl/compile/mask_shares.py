@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxrl.capture._torch import FakeTensor
-from fxrl.ir.graph import ancestors, bound, hint, inputs_of
+from fxrl.ir.graph import ancestors, bound, held, hint, inputs_of
 from fxrl.ops.masked_attention import share_of_blocks
 
 
@@ -43,7 +43,7 @@ def _computed(wanted: fx.Node, nodes: Iterable[fx.Node], args: Mapping[fx.Node, 
             value = args[node]
             found[node] = value if isinstance(value, torch.Tensor) else hint(value)
         elif node.op == "get_attr":
-            found[node] = getattr(node.graph.owning_module, str(node.target))
+            found[node] = held(node)
         else:
             target: Any = node.target
             taken, named = fx.map_arg((node.args, node.kwargs), found.__getitem__)

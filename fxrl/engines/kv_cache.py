@@ -96,6 +96,13 @@ def _windows(text: Any, count: int) -> list[Any]:
     return [window if _ATTENTION[kind] else None for kind in kinds]
 
 
+def training_bytes(model: nn.Module, state_shards: int = 1) -> tuple[int, int]:
+    """What stays on this rank of a model that AdamW trains: its weights and the optimizer's states,
+    which ``state_shards`` ranks share."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return held_bytes(model), _ADAM_STATES * trained // state_shards
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutMemory:
     """Memory of the device while completions are drawn; sizes in bytes."""
@@ -125,9 +132,7 @@ class RolloutMemory:
         language_model: Any = model
         dtype = dtype or dtype_of(language_model.get_input_embeddings())
         cache = KvCache.of(language_model.config, dtype.itemsize)
-        weights = held_bytes(model)
-        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        states = _ADAM_STATES * trained // state_shards
+        weights, states = training_bytes(model, state_shards)
         return cls(weights, states, engine, cache.sequence_bytes(tokens), asked, available)
 
     @property

@@ -78,7 +78,7 @@ def options_for(near: Iterable[Nearness], least: float) -> dict[str, list[str]]:
     return {option: modules for option, modules in named.items() if modules}
 
 
-def told(near: Sequence[Nearness]) -> list[str]:
+def in_words(near: Sequence[Nearness]) -> list[str]:
     """In words, with the ``Config`` under which those that are far are not."""
     if not near:
         return []

@@ -23,7 +23,6 @@ import difflib
 import dis
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -36,7 +35,7 @@ from fxrl.capture._torch import cache_entries
 from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.compile.outer import aot_graphs
 from fxrl.errors import FxrlError, MissingPackageError, optional
-from fxrl.files import refuse_links, write_text
+from fxrl.files import check_writable, refuse_links, write_text
 from fxrl.ir.capture_record import Capture, GraphBreak
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
@@ -350,7 +349,7 @@ def check_folder(directory: str | Path) -> Path:
         raise DumpError(f"{root} is a file, and a dump is a folder; choose another path")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=root).close()
+        check_writable(root)
     except OSError as error:
         raise DumpError(f"{root} cannot be written: {error.strerror}; choose another") from error
     return root

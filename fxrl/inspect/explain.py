@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,11 @@ from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import FakeTensor, FakeTensorMode, TorchRuntimeError
 from fxrl.capture.captured_loss import CapturedLoss
+from fxrl.capture.held_models import models_held
 from fxrl.capture.wrappers import Wrapper
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, reason_of
 from fxrl.inspect.evaluate import LossFn
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.graph import example_of, hint
@@ -111,8 +112,7 @@ def explained(
                     with mode:  # the user's own error, from its line; this one is of torch's lines
                         loss_fn(wrapper.inner, inputs)
                 raise
-            why = str(error).splitlines()[0][:200]
-            reason = f"code after a graph break needs real numbers: {why}"
+            reason = f"code after a graph break needs real numbers: {reason_of(error)}"
             cure = "look at step.report after one real step"
             missed = Remark(RemarkKind.MISSED, "capture", "graph", "", reason, cure)
             lost = Report((missed,))
@@ -143,7 +143,8 @@ def _without_meta(model: nn.Module, loss_fn: LossFn) -> Iterator[FakeTensorMode 
     """Replace tensors of the model, and of other models that the loss holds, by fake CPU tensors if
     they are on ``meta`` or fake. Yields the fakes' mode, None if all tensors are real."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    modules = {module for root in (model, *_models_of(loss_fn)) for module in root.modules()}
+    roots = (model, *models_held(loss_fn).values())
+    modules = {module for root in roots for module in root.modules()}
     tables: list[dict[str, Any]] = [
         table for m in modules for table in (m._parameters, m._buffers, vars(m))
     ]
@@ -157,23 +158,6 @@ def _without_meta(model: nn.Module, loss_fn: LossFn) -> Iterator[FakeTensorMode 
     finally:
         for table, name, x in shapes:
             table[name] = x
-
-
-def _models_of(function: Any, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """Modules that a function holds: in its closure, bound to it, or as a partial's arguments."""
-    seen = set() if seen is None else seen
-    seen.add(id(function))
-    held = [getattr(function, "__self__", None)]
-    if isinstance(function, functools.partial):
-        held += [function.func, *function.args, *function.keywords.values()]
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # not yet filled
-            held.append(cell.cell_contents)
-    for value in held:
-        if isinstance(value, nn.Module):
-            yield value
-        elif callable(value) and id(value) not in seen:
-            yield from _models_of(value, seen)
 
 
 def _fake(like: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -208,8 +192,8 @@ def _put_on_meta(gm: fx.GraphModule) -> None:
 
 def _stand_in(gm: fx.GraphModule, mode: FakeTensorMode | None) -> Callable[..., Any]:
     """A callable that returns what the graph returns in shape, dtype and device."""
-    (output,) = gm.graph.find_nodes(op="output")
-    results = [example_of(n) if isinstance(n, fx.Node) else n for n in output.args[0]]
+    returned: Any = gm.graph.output_node().args[0]
+    results = [example_of(n) if isinstance(n, fx.Node) else n for n in returned]
     make = _zeros if mode is None else functools.partial(_fake, mode=mode)
     made = [
         make(r) if isinstance(r, Tensor) else hint(r) if isinstance(r, torch.SymInt) else r

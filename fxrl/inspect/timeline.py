@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from fxrl.errors import PlanError, optional
+from fxrl.files import check_writable
 from fxrl.ir.plan import Moment, Plan
 
 _GIB = 2**30
@@ -42,7 +42,7 @@ def check_picture(path: str | Path) -> None:
     try:
         if ending and ending not in formats:
             raise ValueError(f"{ending!r} is none of {', '.join(sorted(formats))}")
-        tempfile.TemporaryFile(dir=Path(path).absolute().parent).close()
+        check_writable(Path(path).absolute().parent)
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be drawn: {error}; choose another file") from error
 

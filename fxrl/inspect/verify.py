@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.errors import VerificationError, check_one_of
-from fxrl.inspect.calibrate import nearness, told
+from fxrl.inspect.calibrate import in_words, nearness
 from fxrl.inspect.compare import Tolerances, VerifyReport, compare
 from fxrl.inspect.emulate import Emulation
 from fxrl.inspect.evaluate import (
@@ -140,7 +140,7 @@ class _References:
         truth, used, notes = self._wider(eager, precision, rounded)
         if rounded:
             used = f"{used}, rounded as the step is"
-            notes = [*notes, *told(nearness(weights))]
+            notes = [*notes, *in_words(nearness(weights))]
         terms = _longest_reduction(self.params, self.batch)
         tolerances = Tolerances(precision.dtype, precision.calls, terms, rounded)
         return eager, truth, used, tuple(notes), tolerances

@@ -36,12 +36,13 @@ from torch import Tensor, nn
 
 from fxrl import TrainStep, optimize
 from fxrl.config import Config
+from fxrl.dtypes import at_least_float32
 from fxrl.engines import Engine, SamplingParams
 from fxrl.engines.ledger import ledger_of
 from fxrl.errors import TESTED, ConfigError, FxrlError, optional
 from fxrl.ir.on_miss import Judge
 from fxrl.ir.remark import Remark, RemarkKind, Report
-from fxrl.losses.logprobs import at_least_float32, token_stats
+from fxrl.losses.logprobs import token_stats
 
 _PURPOSE, _EXTRA = "fxrl.integrations.trl", "[trl]"
 trl = optional("trl", _PURPOSE, _EXTRA)

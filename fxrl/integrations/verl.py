@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from fxrl import TrainStep, optimize
 from fxrl.config import Config
+from fxrl.dtypes import at_least_float32
 from fxrl.errors import ConfigError, FxrlError, optional
-from fxrl.losses.logprobs import EntropyUse, at_least_float32, token_stats
+from fxrl.losses.logprobs import EntropyUse, token_stats
 
 _PURPOSE, _EXTRA = "fxrl.integrations.verl", "[verl]"
 _base = optional("verl.workers.engine.base", _PURPOSE, _EXTRA)

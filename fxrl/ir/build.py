@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from fxrl.ir.graph import needs_grad
+from fxrl.ir.graph import fake_mode_of, needs_grad
 
 #: What a new call tells of the user's code: that of the call it was made for.
 _SOURCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node")
@@ -66,6 +66,5 @@ class Builder:
     def _fake_mode(self) -> Any:
         """The mode of the graph's fake tensors, so that ops without a tensor give fakes too."""
         if self._mode is None:
-            vals = (node.meta.get("val") for node in self.graph.nodes)
-            self._mode = next((v.fake_mode for v in vals if hasattr(v, "fake_mode")), None)
+            self._mode = fake_mode_of(self.graph)
         return nullcontext() if self._mode is None else self._mode

@@ -37,6 +37,7 @@ PRODUCTS = (*MATRIX_PRODUCTS, aten.bmm.default, aten.baddbmm.default)
 #: quantiser of rows, by name: they are defined above this.
 FP8_LINEAR, DEQUANTIZED_MM = "fxrl.fp8_linear.default", "fxrl.dequantized_mm.default"
 SHARDED_MM, SHARDED_ROWS = "fxrl.sharded_mm.default", "fxrl.sharded_rows.default"
+SCALED_MM = "fxrl.scaled_mm.default"
 QUANTIZED_PRODUCTS = (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
 #: Those of them whose weight can be read in pieces, and lookups of its rows.
 PIECEWISE_PRODUCTS = (DEQUANTIZED_MM, SHARDED_MM)
@@ -87,6 +88,28 @@ def is_grouped_product(node: object) -> bool:
     return "grouped_mm" in name and "scaled" not in name  # that reads values in FP8
 
 
+def is_matrix_product(call: fx.Node) -> bool:
+    """Whether a call is a product in the dtype of its rows."""
+    return call.target in PRODUCTS or is_grouped_product(call) or is_piecewise_product(call)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether ``node`` is an attention, PyTorch's or that under a computed mask (``fxrl.ops``): the
+    whole op, a kernel of it or its backward."""
+    named = ("scaled_dot_product", "masked_attention")
+    return node.op == "call_function" and any(name in str(node.target) for name in named)
+
+
+def is_exchange(call: fx.Node) -> bool:
+    """Whether a call sends tokens for heads or back (``fxrl.ops.context_parallel``)."""
+    return str(call.target) in EXCHANGES
+
+
+def maker_of(node: fx.Node) -> fx.Node:
+    """The call that made a value, which may be one of its several results."""
+    return as_node(node.args[0]) if is_call(node, operator.getitem) else node
+
+
 def is_view(node: object) -> bool:
     """Whether ``node`` only looks at its operand's memory (or may)."""
     if is_call(node, operator.getitem):
@@ -119,9 +142,17 @@ def swaps_last_dims(node: object) -> TypeGuard[fx.Node]:
     return order_of_dims(node) == [*range(rank - 2), rank - 1, rank - 2]
 
 
+def is_whole_slice(node: object) -> TypeGuard[fx.Node]:
+    """Whether ``node`` is ``x[:]``, of a size that varies; a fixed one gives none."""
+    if not is_call(node, aten.slice.Tensor):
+        return False
+    given = bound(node)
+    return not given["start"] and given["end"] == 2**63 - 1 and given["step"] == 1
+
+
 def skip_whole_slices(node: Any) -> Any:
     """What ``x[:]`` is taken of, however often."""
-    while is_call(node, aten.slice.Tensor) and node.args[2:] == (0, 2**63 - 1):
+    while is_whole_slice(node):
         node = node.args[0]
     return node
 
@@ -222,6 +253,20 @@ def example_of(node: fx.Node) -> Any:
     """The value of a node of a graph that Dynamo or lowering made: a fake tensor, a SymInt, a
     number, a tuple of these; None if unknown."""
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def held(node: fx.Node) -> Any:
+    """The constant or body that a ``get_attr`` reads of its graph's module; None for nothing."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The mode of a graph's fake tensors; None if it has none."""
+    vals = map(example_of, graph.nodes)
+    return next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
 
 
 def tensor_val(node: object) -> torch.Tensor | None:

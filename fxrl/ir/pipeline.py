@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from fxrl.errors import first_line
 from fxrl.ir.graph_pass import Miss, Pass, Site, Stage
 from fxrl.ir.plan import Choice, Plan
-from fxrl.ir.remark import Remark, RemarkKind, Report, first_line
+from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.verifier import GraphCheck
 
 #: Called before the first pass and after each: name of the pass ("" before), graph, its remarks.

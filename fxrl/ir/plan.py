@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from fxrl.errors import PlanError
 from fxrl.ir.region import Cut
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.table import Readable, folded
+from fxrl.options import fit, hints_of, misfit
 
 Place = Literal["gpu", "host"]
 _VERSION = 1
@@ -284,28 +285,19 @@ def _choice(site: str, given: Any) -> Choice:
     if not isinstance(given, dict) or given.get("kind") not in _KINDS:
         raise PlanError(f"{site}: {given!r} is no choice; its kind is one of {', '.join(_KINDS)}")
     kind = _KINDS[given["kind"]]
-    known = {option.name: option.type for option in fields(kind)}
+    known = hints_of(kind)
     options = {name: value for name, value in given.items() if name != "kind"}
     for name, value in options.items():
         if name not in known:
             raise PlanError(f"{site}: {name} is unknown; a {given['kind']} has {', '.join(known)}")
-        _check(f"{site}: {name}", value, str(known[name]))
+        try:
+            fit(known[name], value)
+        except TypeError:
+            raise PlanError(f"{site}: {name}={misfit(known[name], value)}") from None
+        if type(value) is int and value < 0:
+            raise PlanError(f"{site}: {name}={value} is below 0")
     try:
         choice: Choice = kind(**options)
     except TypeError as error:
         raise PlanError(f"{site}: {error}") from error
     return choice
-
-
-def _check(what: str, value: object, kind: str) -> None:
-    """Whether ``value`` is what a choice's option of this type may be."""
-    if value is None and kind.endswith("| None"):
-        return
-    if kind.startswith("int"):
-        if type(value) is not int or value < 0:
-            raise PlanError(f"{what}={value!r} is no number of 0 or more")
-    elif kind in ("str", "bool"):
-        if type(value).__name__ != kind:
-            raise PlanError(f"{what}={value!r} is no {kind}")
-    elif value not in (allowed := get_args({"Cut": Cut, "Place": Place}[kind])):
-        raise PlanError(f"{what}={value!r} is none of {', '.join(allowed)}")

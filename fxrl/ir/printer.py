@@ -24,7 +24,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
 
-from fxrl.ir.graph import OpOverload, example_of, inputs_of
+from fxrl.ir.graph import OpOverload, example_of, held, inputs_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DYNAMO_NAME = re.compile(r"^[lg]_(?P<path>.*[^_])_+(?:_\d+)?$", re.IGNORECASE)
@@ -182,27 +182,16 @@ def _value(node: fx.Node) -> Any:
     """What the node holds: a (fake) tensor, a symbol, a tuple of those, or None if unknown."""
     if (value := example_of(node)) is not None:
         return value
-    if node.op == "get_attr" and node.graph.owning_module is not None:
-        held = _attribute(node.graph.owning_module, str(node.target))
-        return held if isinstance(held, torch.Tensor) else None
-    return None
-
-
-def _attribute(module: torch.nn.Module, path: str) -> object:
-    value: object = module
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value
+    value = held(node) if node.op == "get_attr" else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _called_graphs(graph: fx.Graph) -> dict[str, fx.GraphModule]:
     """Graph modules that ``graph`` calls or passes on, by path, in order of first use."""
     called: dict[str, fx.GraphModule] = {}
-    if (owner := graph.owning_module) is None:
-        return called
     for node in graph.nodes:
         if node.op in ("call_module", "get_attr"):
-            module = _attribute(owner, str(node.target))
+            module = held(node)
             if isinstance(module, fx.GraphModule):
                 called[str(node.target)] = module
     return called

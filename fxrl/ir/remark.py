@@ -38,11 +38,6 @@ class Refusal(Exception):
         self.at = at  # the value that forbids the rewrite; None where it is the site itself
 
 
-def first_line(error: BaseException) -> str:
-    """What went wrong somewhere else: an error's kind and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
-
-
 class RemarkKind(StrEnum):
     """``applied``: rewritten. ``missed``: recognised and left alone. ``analysis``: a fact."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from fxrl.ir.bodies import graphs_of
-from fxrl.ir.graph import HigherOrderOperator, hint, inputs_of, memory_like
+from fxrl.ir.graph import HigherOrderOperator, fake_mode_of, held, hint, inputs_of, memory_like
 from fxrl.ir.region import region_at
 
 
@@ -43,8 +43,7 @@ class GraphCheck:
                 self._check_values(graph, name, run)
 
     def _check_values(self, graph: fx.Graph, name: str, run: _Runner) -> None:
-        vals: list[Any] = [node.meta.get("val") for node in inputs_of(graph)]
-        mode = next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
+        mode = fake_mode_of(graph)
         if mode is None or mode.shape_env is None:
             return
         env = mode.shape_env
@@ -60,7 +59,7 @@ class GraphCheck:
         """What the check of a node depends on: its call, whose operands are known by their values,
         and its own value. A copy of a node, as inlining makes them, has the same."""
         own, region = node.meta.get("val"), node.meta.get("region")
-        known = {arg: _held(arg) for arg in node.all_input_nodes}
+        known = {arg: _value(arg) for arg in node.all_input_nodes}
         self._alive += [own, region, *known.values()]
         call = fx.map_arg((node.args, node.kwargs), lambda arg: id(known[arg]))
         return node.target, str(call), id(region), id(own)
@@ -98,8 +97,8 @@ def _check(node: fx.Node, after: str, run: _Runner) -> None:
         return
     args: Any = fx.map_arg(node.args, vals.__getitem__)
     kwargs: Any = fx.map_arg(node.kwargs, vals.__getitem__)
-    held, made = _flat(node.meta.get("val")), _flat(run(node, args, kwargs))
-    for one, other in itertools.zip_longest(held, made):
+    told, made = _flat(node.meta.get("val")), _flat(run(node, args, kwargs))
+    for one, other in itertools.zip_longest(told, made):
         if not _same(one, other):
             raise GraphError(
                 f"after {after}: %{node} is said to hold {_show(one)}, and {node.target} gives "
@@ -117,18 +116,16 @@ class _Inside(fx.Interpreter):
         return _Inside(region.forward).run(*inputs)
 
 
-def _held(node: fx.Node) -> Any:
+def _value(node: fx.Node) -> Any:
     """The value of a node, or the constant that it reads."""
-    if node.op != "get_attr":
-        return node.meta.get("val")
-    return getattr(node.graph.owning_module, str(node.target), None)
+    return held(node) if node.op == "get_attr" else node.meta.get("val")
 
 
 def _operand(node: fx.Node) -> Any:
-    held = _held(node)
+    value = _value(node)
     if node.op != "get_attr":
-        return held
-    return memory_like(held) if isinstance(held, Tensor) else None
+        return value
+    return memory_like(value) if isinstance(value, Tensor) else None
 
 
 def _flat(value: Any) -> list[Any]:

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxrl.dtypes import at_least_float32, wide_dtype
 from fxrl.losses.batch import (
     Batch,
     BatchError,
@@ -39,7 +40,6 @@ from fxrl.losses.batch import (
     model_inputs,
     per_token,
 )
-from fxrl.losses.logprobs import at_least_float32
 from fxrl.losses.options import Critic, PolicyKeywords, PolicyOptions, loss_factory
 from fxrl.losses.policy_losses import clipped_surrogate
 from fxrl.losses.reduce import masked_mean, token_mean
@@ -76,7 +76,7 @@ class ValueHead(nn.Linear):
                 "give a causal LM, or set model.value_head to a module of your own"
             )
         like: Any = layer.weight
-        dtype = dtype or torch.promote_types(like.dtype, torch.float32)
+        dtype = dtype or wide_dtype(like.dtype)
         width = int(getattr(layer, "in_features", like.shape[-1]))  # packed weights are narrower
         super().__init__(width, 1, device=like.device, dtype=dtype)
         nn.init.zeros_(self.weight)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fxrl.dtypes import at_least_float32
 from fxrl.losses.batch import Batch, model_inputs
 
 EntropyUse = Literal["none", "log", "loss"]
@@ -32,11 +33,6 @@ def completion_logits(
     """
     output = model(**model_inputs(batch), logits_to_keep=num_tokens + 1, **model_options)
     return output.logits[:, -(num_tokens + 1) : -1], output
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """16-bit values as float32; float32 and float64 as they are."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def token_stats(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxrl.dtypes import at_least_float32
 from fxrl.losses.batch import (
     Batch,
     BatchError,
@@ -29,7 +30,7 @@ from fxrl.losses.batch import (
     need,
     per_token,
 )
-from fxrl.losses.logprobs import at_least_float32, completion_logits, entropy_of, token_stats
+from fxrl.losses.logprobs import completion_logits, entropy_of, token_stats
 from fxrl.losses.options import LossInfo, loss_factory, tells
 from fxrl.losses.reduce import masked_mean, masked_sum, row_mean, token_mean_of_update
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxrl.errors import optional
+from fxrl.errors import optional, reason_of
 from fxrl.models.hf import ModelError
 from fxrl.ops.fp8 import dequantized, read_scale
 
@@ -50,7 +50,7 @@ def build_skeleton(checkpoint_dir: Path, dtype: torch.dtype | None) -> nn.Module
     except (OSError, ValueError, AssertionError) as error:
         raise ModelError(
             f"{where!r}: transformers {hf.__version__} makes no causal LM of its configuration "
-            f"({str(error).splitlines()[0][:200]}); use a decoder-only language model"
+            f"({reason_of(error)}); use a decoder-only language model"
         ) from error
     model.tie_weights()  # registering the parameters on the meta device untied them
     _init_buffers(model)
@@ -249,7 +249,7 @@ class CheckpointTensors:
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"checkpoint {str(self.folder)!r}: transformers cannot load it "
-                f"({str(error).splitlines()[0][:200]}); the folder needs its weights"
+                f"({reason_of(error)}); the folder needs its weights"
             ) from error
         unset = set(info["missing_keys"])  # transformers has drawn these at random
         values = dict(model.named_parameters(remove_duplicate=False))

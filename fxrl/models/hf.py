@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from fxrl.errors import FxrlError, optional
+from fxrl.errors import FxrlError, optional, reason_of
 
 
 class ModelError(FxrlError, ValueError):
@@ -49,6 +49,27 @@ def train_without_cache(model: Any) -> None:
     """Switches the KV cache off in the model's configuration, but not in what is saved of it."""
     _USE_CACHE.setdefault(model, model.config.use_cache)
     model.config.use_cache = False
+
+
+def byte_level(
+    vocab: list[str], merges: list[tuple[str, ...]], special: list[str], *, regex: bool, **told: Any
+) -> Any:
+    """A tokenizer of byte pairs, exact both ways, that pads on the left. ``special`` words are
+    never taken apart; ``regex``: texts are taken apart as GPT-2's are before pairs are merged;
+    ``told`` are options of ``PreTrainedTokenizerFast``. Raises ``MissingPackageError`` without
+    transformers."""
+    hf, tk = (optional(name, "a tokenizer") for name in ("transformers", "tokenizers"))
+    numbered = {word: number for number, word in enumerate(vocab)}
+    tokenizer = tk.Tokenizer(tk.models.BPE(vocab=numbered, merges=merges))
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)
+    tokenizer.decoder = tk.decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,  # would change decoded text; BPE has no need
+        **told,
+    )
 
 
 @contextmanager
@@ -165,6 +186,5 @@ def why_no_hub() -> str | None:
         # Any answer will do, an error status too: the load itself explains that one better.
         hub.get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
     except (OSError, *client_errors) as error:  # offline mode is a ConnectionError
-        reason = str(error).splitlines() or [type(error).__name__]
-        return f"the hub at {constants.ENDPOINT} cannot be reached ({reason[0][:120]})"
+        return f"the hub at {constants.ENDPOINT} cannot be reached ({reason_of(error)})"
     return None

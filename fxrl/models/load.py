@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from fxrl.errors import FxrlError, optional
+from fxrl.errors import FxrlError, first_line, optional, reason_of
 from fxrl.files import refuse_links, replacing_folder
 from fxrl.models.hf import ModelError, no_progress_bars, save_pretrained, why_no_hub
 from fxrl.models.lora import stored_adapter
@@ -443,9 +443,8 @@ def _not_found(place: str, source: Source, no_hub: str | None, error: Exception)
 
 
 def _reason(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-    return kind + lines[0][:200] if lines else type(error).__name__
+    expected = isinstance(error, OSError | ValueError)
+    return reason_of(error) if expected else first_line(error, 200)
 
 
 def is_random(model_id: str | Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxrl.errors import optional
+from fxrl.errors import optional, reason_of
 from fxrl.models.hf import ModelError
 from fxrl.models.trust import read_json
 
@@ -82,7 +82,7 @@ def lora(
         except ValueError as error:
             raise ModelError(
                 f"lora: target_modules={target_modules!r} does not work here "
-                f"({str(error).splitlines()[0][:200]}); 'all-linear' fits every model"
+                f"({reason_of(error)}); 'all-linear' fits every model"
             ) from error
 
 
@@ -102,9 +102,9 @@ class StoredAdapter:
     rank: int | None
     is_classifier: bool
 
-    def put_on(self, model: nn.Module, *, fp32_adapter: bool = True) -> nn.Module:
-        """Wraps ``base``, in place, by the adapter, which is trained; ``fp32_adapter`` as of
-        ``lora``. Raises ``ModelError`` if its weights do not fit the model."""
+    def put_on(self, model: nn.Module) -> nn.Module:
+        """Wraps ``base``, in place, by the adapter, which is trained, in fp32 on a bf16 base as
+        ``lora``'s. Raises ``ModelError`` if its weights do not fit the model."""
         peft = optional("peft", "LoRA")
         try:
             config = peft.PeftConfig.from_pretrained(str(self.folder))
@@ -122,7 +122,7 @@ class StoredAdapter:
         config.base_model_name_or_path = None  # which is the model's own from here on
         try:
             with torch.random.fork_rng():  # what is drawn is overwritten
-                made = _wrapped(model, config, fp32_adapter)
+                made = _wrapped(model, config)
             stored = peft.load_peft_weights(str(self.folder), device="cpu")
             found = peft.set_peft_model_state_dict(made, stored)
             own = peft.get_peft_model_state_dict(made, save_embedding_layers=False)
@@ -172,7 +172,7 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def _wrapped(model: nn.Module, config: Any, fp32_adapter: bool) -> nn.Module:
+def _wrapped(model: nn.Module, config: Any, fp32_adapter: bool = True) -> nn.Module:
     # Without weights there is nothing to draw; PEFT makes such an adapter in fp32 and casts none.
     empty = fp32_adapter and all(w.is_meta and w.itemsize <= 4 for w in model.parameters())
     with warnings.catch_warnings():

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fxrl.errors import MissingPackageError, optional
 from fxrl.files import may_lack_space
-from fxrl.models.hf import FetchError, save_pretrained
+from fxrl.models.hf import FetchError, byte_level, save_pretrained
 
 DOWNLOAD_TIMEOUT_S = 1800
 
@@ -236,34 +236,27 @@ def _read(gguf: Path, eos_token: str, pad_token: str) -> tuple[Any, Any]:
     kind = values["general.architecture"], values["tokenizer.ggml.model"]
     if kind != ("llama", "gpt2"):
         raise FetchError(f"{gguf.name}: architecture and vocabulary are {kind}, not a Llama's BPE")
-    tokenizer = _tokenizer(hf, gguf.name, values, eos_token, pad_token)
+    tokenizer = _tokenizer(gguf.name, values, eos_token, pad_token)
     return _model(hf, reader, values, tokenizer), tokenizer
 
 
-def _tokenizer(hf: Any, name: str, values: dict[str, Any], eos_token: str, pad_token: str) -> Any:
-    tk = optional("tokenizers", f"{name}: converting GGUF")
+def _tokenizer(name: str, values: dict[str, Any], eos_token: str, pad_token: str) -> Any:
     words: list[str] = values["tokenizer.ggml.tokens"]
-    vocab = {word: number for number, word in enumerate(words)}
     for token in (eos_token, pad_token):
-        if token not in vocab:
+        if token not in words:
             raise FetchError(f"{name}: {token!r} is not in its vocabulary; name another token")
     merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
-    tokenizer = tk.Tokenizer(tk.models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tk.decoders.ByteLevel()
     kinds = values["tokenizer.ggml.token_type"]
-    tokenizer.add_special_tokens(
-        [word for word, kind in zip(words, kinds, strict=True) if kind == _CONTROL]
-    )
     unknown = values.get("tokenizer.ggml.unknown_token_id")
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return byte_level(
+        words,
+        merges,
+        [word for word, kind in zip(words, kinds, strict=True) if kind == _CONTROL],
+        regex=True,
         bos_token=words[values["tokenizer.ggml.bos_token_id"]],
         unk_token=None if unknown is None else words[unknown],
         eos_token=eos_token,
         pad_token=pad_token,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,  # would change decoded text; BPE has no need
         chat_template=values.get("tokenizer.chat_template"),
     )
 

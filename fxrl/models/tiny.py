@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fxrl.errors import optional
-from fxrl.models.hf import ModelError
+from fxrl.models.hf import ModelError, byte_level
 
 PREFIX = "tiny:"
 PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -149,23 +149,16 @@ def tiny_config(kind: str, size: TinySize | None = None, **sizes: int) -> Any:
 def tiny_tokenizer(vocab_size: int = 320) -> Any:
     """A tokenizer with one token per byte, ChatML and padding on the left, exact both ways and made
     without data. Raises ``MissingPackageError`` without transformers."""
-    hf = optional("transformers", "a tiny tokenizer")
     tk = optional("tokenizers", "a tiny tokenizer")
     alphabet = sorted(tk.pre_tokenizers.ByteLevel.alphabet())
     reserved = [f"<|reserved_{i}|>" for i in range(vocab_size - NUM_USED)]
-    words = [PAD, BOS, EOS, *alphabet, *reserved]
-    tokenizer = tk.Tokenizer(
-        tk.models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tk.decoders.ByteLevel()
-    tokenizer.add_special_tokens([PAD, BOS, EOS, *reserved])
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return byte_level(
+        [PAD, BOS, EOS, *alphabet, *reserved],
+        [],
+        [PAD, BOS, EOS, *reserved],
+        regex=False,
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )

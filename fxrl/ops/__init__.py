@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from fxrl.errors import FxrlError
 
 
-def once_differentiable(backward_op: Any) -> None:
+def no_second_derivative(backward_op: Any) -> None:
     """Let an op that computes first derivatives say that it has no second ones."""
 
     def refuse(ctx: Any, *grads: Any) -> Any:
@@ -18,6 +20,12 @@ def once_differentiable(backward_op: Any) -> None:
         )
 
     backward_op.register_autograd(refuse)
+
+
+def check_rows(ids: Tensor, rows: int) -> None:
+    """Raises ``IndexError``, on a CPU, if a table of so many rows has no such ones."""
+    if ids.device.type == "cpu" and ((ids < 0) | (ids >= rows)).any():
+        raise IndexError(f"ids are from {ids.min()} to {ids.max()}, and there are {rows}")
 
 
 def turned_backward(product: Any) -> None:

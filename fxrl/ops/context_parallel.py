@@ -46,7 +46,7 @@ from torch.utils import _pytree as pytree
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.graph import Size
 from fxrl.ir.sizes import share_of
-from fxrl.ops import once_differentiable
+from fxrl.ops import no_second_derivative
 from fxrl.ops.checksum import checksum
 
 dist: Any = torch.distributed  # much of it has no types
@@ -411,7 +411,7 @@ def _(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
     return [torch.empty_like(part) for part in x]
 
 
-once_differentiable(sum_over_ranks)
+no_second_derivative(sum_over_ranks)
 
 _LIBRARY = _library.Library("fxrl", "FRAGMENT")
 _LIBRARY.define("sum_gradients(Tensor(a)[] x, int ranks) -> Tensor(a)[]")

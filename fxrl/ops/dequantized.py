@@ -23,7 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fxrl.ops import turned_backward
+from fxrl.dtypes import wide_dtype
+from fxrl.ops import check_rows, turned_backward
 from fxrl.ops.fp8 import BLOCK, E4M3, Recipe, dequantized, quantized_weight
 from fxrl.ops.linear_logprob.matmul import slices
 
@@ -90,7 +91,7 @@ def widened(weight: Sequence[Tensor], format: str, dtype: torch.dtype) -> Tensor
     if format == "fp8":
         return dequantized(values, scale, dtype)
     codes = torch.stack((values & 15, values >> 4), -1).flatten(1)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_dtype(dtype)
     if format == "int4":
         numbers = codes.to(wide) - 8
     else:
@@ -133,8 +134,7 @@ def dequantized_rows(
     """See the module; ``ids`` have any shape, and the result is [*ids, K] in ``dtype``. Raises
     ``IndexError``, on a CPU, if there is no such row."""
     (values, scale), flat = weight, ids.reshape(-1)
-    if ids.device.type == "cpu" and ((flat < 0) | (flat >= len(values))).any():
-        raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {len(values)}")
+    check_rows(flat, len(values))
     if len(scale) > 1:
         scale = scale[flat // _share(scale, 0, len(values))]
     widen, _ = _ATTACHED.get(ids.device.type, (widened, TILE))

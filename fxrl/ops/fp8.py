@@ -46,6 +46,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fxrl.dtypes import at_least_float32, wide_dtype
+
 aten = torch.ops.aten
 #: How a weight's scales lie: one for each output row, for each block of 128 x 128, or one in all.
 Recipe = Literal["row", "block", "tensor"]
@@ -121,7 +123,7 @@ def factors_out(scale_a: Tensor, b: Tensor, scale_b: Tensor | None) -> bool:
 
 def dequantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``values * scale`` in ``dtype``; the scale of rows, of blocks or of all."""
-    wide = values.to(torch.promote_types(dtype, torch.float32))
+    wide = values.to(wide_dtype(dtype))
     return wide.mul_(_spread(scale, values.shape)).to(dtype)
 
 
@@ -181,7 +183,7 @@ def quantized_rows(x: Tensor, factor: Tensor | None, block: int) -> tuple[Tensor
     Values are multiplied by the scale's reciprocal: a GPU has no exact division instruction, and
     the sequence that emulates it takes longer than reading and writing the values.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = at_least_float32(x)
     if factor is not None:
         wide = wide * factor.t()
     count, columns = x.shape
@@ -243,7 +245,7 @@ def scaled_mm(
     ``transpose``, and no ``scale_b`` stands for ones. ``left`` [M, R] and ``right`` [R, N] are in
     ``dtype``, or there is neither.
     """
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_dtype(dtype)
     if not factors_out(scale_a, b, scale_b):
         a, scale_a = dequantized(a, scale_a, wide), scale_a.new_ones(1, 1)
         b, scale_b = dequantized(b, torch.ones(1, 1) if scale_b is None else scale_b, wide), None

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxrl.errors import HostMemoryError
+from fxrl.errors import HostMemoryError, reason_of
 
 PAGE = 16 * 2**20
 #: Pages that are registered at once; each call of the driver takes some milliseconds.
@@ -209,7 +209,7 @@ class HostPool:
             try:
                 made = self._pages(count)
             except (OSError, RuntimeError) as error:  # PyTorch raises nothing narrower
-                refused = str(error).partition("\n")[0] or type(error).__name__
+                refused = reason_of(error)
             with _LOCK:
                 self._begun -= count
                 self._free += made

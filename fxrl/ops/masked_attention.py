@@ -33,7 +33,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxrl.ops import once_differentiable
+from fxrl.dtypes import wide_dtype
+from fxrl.ops import no_second_derivative
 
 #: Queries, and keys, of a block: what kernels skip or see as a whole.
 BLOCK = 128
@@ -251,7 +252,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
 def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
     out = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(query.dtype)
     return out, query.new_empty(batch, heads, queries, dtype=dtype)
 
 
@@ -346,4 +347,4 @@ def _from_context(ctx: Any, grad: Tensor | None, _: Any) -> Any:
 
 
 masked_attention.register_autograd(_from_context, setup_context=_setup_context)
-once_differentiable(masked_attention_vjp)
+no_second_derivative(masked_attention_vjp)

@@ -44,7 +44,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxrl.ops import dequantized, once_differentiable
+from fxrl.dtypes import wide_dtype
+from fxrl.ops import dequantized, no_second_derivative
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
     MADE_IN_FORWARD,
@@ -64,7 +65,7 @@ from fxrl.ops.linear_logprob.checks import (
     check_sizes,
     check_target,
 )
-from fxrl.ops.linear_logprob.matmul import accumulation_dtype, slices
+from fxrl.ops.linear_logprob.matmul import slices
 from fxrl.ops.linear_logprob.op import (
     keep_vectors,
     read_by_backward,
@@ -285,7 +286,7 @@ def _score(head: LossHead, held: Held, into: dict[str, Tensor], online: _Online 
 def online_bytes(rows: int, width: int, dtype: torch.dtype) -> int:
     """Bytes beside a piece for a gradient that is made in the forward: the sum, the targets' rows
     of the head, and a piece's vectors for log-prob and lse."""
-    return min(rows, ROWS) * width * (accumulation_dtype(dtype).itemsize + 3 * dtype.itemsize)
+    return min(rows, ROWS) * width * (wide_dtype(dtype).itemsize + 3 * dtype.itemsize)
 
 
 class _Online:
@@ -494,4 +495,4 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 piecewise_logprob_forward.register_autograd(_backward, setup_context=_setup_context)
-once_differentiable(piecewise_logprob_backward)
+no_second_derivative(piecewise_logprob_backward)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fxrl.dtypes import wide_dtype
 from fxrl.ops.fp8 import BLOCK, dequantized, scales_rows
 
 ops = torch.ops.fxrl
@@ -26,8 +27,7 @@ class Agreement:
 
     def add(self, what: str, one: Tensor, other: Tensor) -> None:
         """A part of both."""
-        wide = torch.promote_types(one.dtype, torch.float32)
-        a, b = (each.detach().to(wide).flatten() for each in (one, other))
+        a, b = (each.detach().to(wide_dtype(one.dtype)).flatten() for each in (one, other))
         self._sums[what] += torch.stack([a @ b, a @ a, b @ b]).double().cpu()
 
     def cosine(self, what: str) -> float | None:
@@ -54,7 +54,7 @@ class RoundedWeight:
         """[T, K] -> [T, N]."""
         by_row = scales_rows(self.scale, self.values)
         values, scale = ops.quantize_rows.default(rows, 0 if by_row else BLOCK)
-        wide = torch.promote_types(rows.dtype, torch.float32)
+        wide = wide_dtype(rows.dtype)
         weight = dequantized(self.values, self.scale, wide)
         return (dequantized(values, scale, wide) @ weight.t()).to(rows.dtype)
 
@@ -63,5 +63,5 @@ class RoundedWeight:
         if self.gradient == "bf16" or not scales_rows(self.scale, self.values):
             return grad @ dequantized(self.values, self.scale, grad.dtype)
         values, scale = ops.quantize_rows.default(grad * self.scale.t(), 0)
-        wide = torch.promote_types(grad.dtype, torch.float32)
+        wide = wide_dtype(grad.dtype)
         return (dequantized(values, scale, wide) @ self.values.to(wide)).to(grad.dtype)

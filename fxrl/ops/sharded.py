@@ -52,7 +52,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from fxrl.errors import ConfigError, FxrlError
-from fxrl.ops import turned_backward
+from fxrl.ops import check_rows, turned_backward
 from fxrl.ops.dequantized import widened_rows
 from fxrl.ops.fp8 import BLOCK
 from fxrl.ops.linear_logprob.matmul import backproject, full_precision, product_dtype, slices
@@ -285,8 +285,7 @@ class Shards:
     def rows(self, ids: Tensor, weight: Sequence[Tensor], layout: Layout) -> Tensor:
         """The weight's rows of these numbers; NaN on a GPU for numbers that it has not."""
         flat, outputs = ids.reshape(-1), layout.outputs
-        if ids.device.type == "cpu" and ((flat < 0) | (flat >= outputs)).any():
-            raise IndexError(f"ids are from {flat.min()} to {flat.max()}, and there are {outputs}")
+        check_rows(flat, outputs)
         made = [weight[0].new_full((), torch.nan, dtype=layout.dtype)]
 
         def take(at: slice, weight: Tensor) -> None:

@@ -13,16 +13,21 @@ from typing import Any
 
 from torch import fx
 
-from fxrl.ir.graph import bound, is_grouped_product, shape_of, val_of
+from fxrl.ir.graph import (
+    SCALED_MM,
+    bound,
+    is_attention,
+    is_exchange,
+    is_grouped_product,
+    is_matrix_product,
+    shape_of,
+    val_of,
+)
 from fxrl.planner.memory_profile import exchanged_bytes, nbytes
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
-    is_attention,
     is_backward,
-    is_exchange,
-    is_matrix_product,
-    is_scaled,
     shared_weight,
 )
 from fxrl.planner.target import Target
@@ -64,7 +69,7 @@ def _arithmetic(
 ) -> float:
     if call is None:
         return 0.0
-    if is_scaled(call):
+    if str(call.target) == SCALED_MM:
         return product_flops(call, measure) / (target.fp8_flops or target.product_flops)
     if is_matrix_product(call):
         slower = 1 if val_of(call).element_size() <= 2 else _FP32_SLOWER

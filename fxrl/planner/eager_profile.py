@@ -8,7 +8,6 @@ backward    the gradient of a value lives from the backward of its last reader t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,17 +16,18 @@ from torch import fx
 
 from fxrl.analysis.saved_tensors import read_later
 from fxrl.ir.graph import (
-    as_node,
     base_of,
     is_call,
+    is_exchange,
     is_tensor,
     is_view,
+    maker_of,
     needs_grad,
     readers_of,
     tensor_val,
 )
 from fxrl.planner.memory_profile import nbytes, workspace
-from fxrl.planner.schedule import Measure, is_exchange, volume
+from fxrl.planner.schedule import Measure, volume
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ class _Lives:
             self.kept += size
 
     def _backward(self, node: fx.Node) -> int:
-        return 2 * len(self._nodes) - 1 - self._place[_maker(node)]
+        return 2 * len(self._nodes) - 1 - self._place[maker_of(node)]
 
     def _counts(self, value: fx.Node) -> bool:
         """Whether a value that was made ahead counts."""
@@ -134,7 +134,7 @@ class _Lives:
         for node in (*self._nodes, *ahead):
             if not is_tensor(node) or is_view(node):
                 continue
-            first = self._place.get(_maker(node), 0)
+            first = self._place.get(maker_of(node), 0)
             last = max((place[user] for user in readers_of(node) if user in place), default=first)
             last = end if node in place and self._read_behind(node) else last
             self._alive(nbytes(node, self._measure), first, max(last, saved_by.get(node, 0)))
@@ -161,11 +161,6 @@ class _Lives:
                 inside or self._counts(value) or (weights and value.op == "placeholder")
             ):
                 yield value, min(map(self._backward, readers[value]))
-
-
-def _maker(node: fx.Node) -> fx.Node:
-    """The call that made a value, which may be one of its several results."""
-    return as_node(node.args[0]) if is_call(node, operator.getitem) else node
 
 
 def _by_gradient(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -17,16 +17,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.ir.graph import bound, is_call, is_tensor, val_of
+from fxrl.ir.graph import (
+    DEQUANTIZED_MM,
+    SCALED_MM,
+    bound,
+    is_attention,
+    is_call,
+    is_exchange,
+    is_tensor,
+    val_of,
+)
 from fxrl.ops import dequantized, sharded
 from fxrl.planner.schedule import (
     Kernel,
     Measure,
-    is_attention,
     is_backward,
-    is_dequantized,
-    is_exchange,
-    is_scaled,
     owner,
     shared_weight,
     tensors,
@@ -53,7 +58,7 @@ class MemoryProfile:
 
     def __init__(self, gm: fx.GraphModule, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels
-        (output,) = gm.graph.find_nodes(op="output")
+        output = gm.graph.output_node()
         given = set(map(owner, output.all_input_nodes))
         self._whole = _parts_of_concatenations(kernels, given)
         self._lives: dict[fx.Node, _Life] = {}
@@ -183,11 +188,11 @@ def workspace(call: fx.Node, measure: Measure) -> int:
     """
     if is_exchange(call):
         return 2 * exchanged_bytes(call, measure) - nbytes(call, measure)
-    if is_dequantized(call):
+    if str(call.target) == DEQUANTIZED_MM:
         return _WIDENING * dequantized.TILE
     if (read := shared_weight(call)) is not None and read.format:
         return min(sharded.WIDENED, 4 * read.rows * read.row_bytes(measure))
-    if is_scaled(call):
+    if str(call.target) == SCALED_MM:
         weight: Any = call.args[2]
         return nbytes(weight, measure) if call.args[4] else 0
     if not (is_attention(call) and is_backward(call)):

@@ -23,8 +23,6 @@ import torch
 from torch import fx
 
 from fxrl.ir.graph import (
-    DEQUANTIZED_MM,
-    EXCHANGES,
     PRODUCTS,
     SHARDED_MM,
     SHARDED_ROWS,
@@ -32,9 +30,7 @@ from fxrl.ir.graph import (
     base_of,
     bound,
     is_call,
-    is_grouped_product,
     is_loss_head,
-    is_piecewise_product,
     is_view,
     reached,
     readers_of,
@@ -88,33 +84,9 @@ def volume(tensor: torch.Tensor) -> Volume:
     return prod(size if isinstance(size, int) else size.node.expr for size in tensor.shape)
 
 
-def is_attention(call: fx.Node) -> bool:
-    return any(name in str(call.target) for name in ("scaled_dot_product", "masked_attention"))
-
-
 def is_backward(call: fx.Node) -> bool:
     """Whether an attention kernel is a backward."""
     return any(name in str(call.target) for name in ("backward", "vjp"))
-
-
-def is_scaled(call: fx.Node) -> bool:
-    """Whether a call is a product of values in FP8 (``fxrl.ops.fp8``)."""
-    return str(call.target) == "fxrl.scaled_mm.default"
-
-
-def is_dequantized(call: fx.Node) -> bool:
-    """Whether a call is a product with a weight that is widened a tile at a time."""
-    return str(call.target) == DEQUANTIZED_MM
-
-
-def is_exchange(call: fx.Node) -> bool:
-    """Whether a call sends tokens for heads or back (``fxrl.ops.context_parallel``)."""
-    return str(call.target) in EXCHANGES
-
-
-def is_matrix_product(call: fx.Node) -> bool:
-    """Whether a call is a product in the dtype of its rows."""
-    return call.target in PRODUCTS or is_grouped_product(call) or is_piecewise_product(call)
 
 
 class SharedWeight(NamedTuple):

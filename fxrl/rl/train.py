@@ -15,7 +15,6 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import sys
-import tempfile
 import traceback as tracebacks
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fxrl.errors import ConfigError, FxrlError
+from fxrl.files import check_writable
 from fxrl.rl.config.binding import read_tables
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop.interrupt import Terminated, told_if_slow, unwound_by_sigterm
@@ -101,8 +101,7 @@ def _check_compile_cache() -> None:
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        check_writable(Path(folder))
     except OSError as error:
         raise ConfigError(
             f"{name}={folder}: compiled code cannot be kept there: {error.strerror}; give another "

@@ -29,7 +29,7 @@ def checkout(tmp_path):
 def test_finds_scripts_with_a_main_part_suites_first(checkout):
     scripts = benchmarks.find_scripts(checkout)
     assert list(scripts) == ["head", "another"]
-    assert benchmarks.first_line(scripts["head"]) == "Times the head."
+    assert benchmarks.summary_of(scripts["head"]) == "Times the head."
 
 
 def test_runs_with_arguments(checkout):

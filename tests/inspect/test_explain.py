@@ -1,5 +1,6 @@
 """explain: the same remarks as a real step, with nothing run."""
 
+import functools
 import importlib.util
 import time
 
@@ -87,17 +88,46 @@ def test_it_needs_no_weights(kind):
     assert remark[1] > 8 * 4096 * 200_000 * 4  # at least one fp32 copy of the logits
 
 
-def test_a_reference_that_the_loss_holds_needs_none_either():
+def holding(how, reference):
+    """``loss_fn`` and a term of a reference: in a closure, a decorator's, a partial, an object."""
+
+    def drift(batch):
+        with torch.no_grad():
+            return reference(batch["ids"]).logsumexp(-1).mean()
+
+    @functools.wraps(loss_fn)
+    def decorated(model, batch):
+        return loss_fn(model, batch) + drift(batch)
+
+    def given(drift, model, batch):
+        return loss_fn(model, batch) + drift(batch)
+
+    class Holder:
+        def __init__(self):
+            self.models = [reference]
+
+        def loss(self, model, batch):
+            with torch.no_grad():
+                drift = self.models[0](batch["ids"]).logsumexp(-1).mean()
+            return loss_fn(model, batch) + drift
+
+    def closure(model, batch):
+        return loss_fn(model, batch) + drift(batch)
+
+    return {
+        "closure": closure,
+        "decorator": decorated,
+        "partial": functools.partial(given, drift),
+        "object": Holder().loss,
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["closure", "decorator", "partial", "object"])
+def test_a_reference_that_the_loss_holds_needs_none_either(how):
     with torch.device("meta"):
         model, reference = Lm(), Lm()
-
-    def against(model, batch):
-        with torch.no_grad():
-            drift = reference(batch["ids"]).logsumexp(-1).mean()
-        return loss_fn(model, batch) + drift
-
     kept = dict(reference.named_parameters())
-    assert applied(explain(model, against, batch_of(), CONFIG))
+    assert applied(explain(model, holding(how, reference), batch_of(), CONFIG))
     assert all(p is kept[name] and p.is_meta for name, p in reference.named_parameters())
 
 

@@ -12,14 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from fxrl.compile.bodies.variants import build_region
 from fxrl.config import Config
 from fxrl.ir.bodies import modules_of
-from fxrl.ir.graph import is_call
+from fxrl.ir.graph import is_attention, is_call
 from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import regions_of
 from fxrl.passes.factor_masks import FactorMasks
 from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.planner.cost import attention_flops
-from fxrl.planner.schedule import is_attention
 from fxrl.step import optimize
 from tests.passes.layered import Block, ids_batch, make_stack
 from tests.passes.lowered import call, lowered

@@ -299,7 +299,10 @@ def test_choices_in_words(choice, said):
         ('{"version": 1, "choices": []}', "no table of sites"),
         ('{"version": 1, "choices": {"0:x": 3}}', "0:x: 3 is no choice"),
         ('{"version": 1, "choices": {"0:x": {"kind": "drop"}}}', "keep, rewrite, head, layer"),
-        ('{"version": 1, "choices": {"0:x": {"kind": "layer", "kept": "all"}}}', "none of"),
+        (
+            '{"version": 1, "choices": {"0:x": {"kind": "layer", "kept": "all"}}}',
+            "kept='all' is not one of 'inputs'",
+        ),
         ('{"version": 1, "choices": {"0:x": {"kind": "layer", "keep": 1}}}', "keep is unknown"),
         ('{"version": 1, "choices": {"0:x": {"kind": "head"}}}', "by"),
         (

@@ -176,8 +176,7 @@ def analyse_layer(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     Sizes are equal here by their symbols alone: a layer is analysed again for each new plan, and
     the capture's guards are fixed by then.
     """
-    (output,) = graph.find_nodes(op="output")
-    shapes = [shape_of(node) for node in output.all_input_nodes]
+    shapes = [shape_of(node) for node in graph.output_node().all_input_nodes]
     width = max((hint(shape[-1]) for shape in shapes if shape), default=0)
     if products := find_wide_products(graph, width):
         yield from _judged(_Walk(graph, products, width + 1, joins=True, guards=False))

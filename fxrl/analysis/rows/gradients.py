@@ -19,7 +19,7 @@ from torch import fx
 from fxrl.analysis.rows.emit import body_graph
 from fxrl.analysis.rows.expr import TOKEN, GivenGradient, Leaf, RowExpr, RowValue, map_exprs, walk
 from fxrl.analysis.rows.rules import RowRules, Rows, operand, shared_leaf, static
-from fxrl.ir.graph import Size, ancestors, inputs_of, is_call, is_tensor, needs_grad, shape_of
+from fxrl.ir.graph import Size, ancestors, held, inputs_of, is_call, is_tensor, needs_grad, shape_of
 from fxrl.ir.remark import Refusal
 
 
@@ -27,7 +27,7 @@ def with_gradient(rules: RowRules, node: fx.Node) -> Rows:
     """The values, each computed from its own row, and so its gradient."""
     arguments: Any = node.args
     place, inputs, count, *given = arguments
-    backward = getattr(node.graph.owning_module, str(place.target))
+    backward = held(place)
     values = [rules.row(value) for value in given[inputs : inputs + count]]
     rows = [value for value in values if value is not None]
     if len(rows) != len(values):

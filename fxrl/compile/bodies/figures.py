@@ -124,7 +124,6 @@ class BodyProfile:
         """Each group runs beside the sums of those before it."""
         one, traced, region = self._at(sizes, target), self._built.traced, self._built.region
         measure = traced.measure(sizes)
-        (output,) = traced.forward.graph.find_nodes(op="output")
         pairs = zip(traced.input_examples, region.inputs, strict=True)
         summed = [x for x, spec in pairs if spec.needs_grad and spec.split is None]
         incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
@@ -134,7 +133,8 @@ class BodyProfile:
             added = (results + 2 * sums) / target.bandwidth
             return max(sums + peak - results, sums), region.groups * (seconds + added)
 
-        results = [*map(val_of, output.args[0])]
+        returned: Any = traced.forward.graph.output_node().args[0]
+        results = [*map(val_of, returned)]
         outputs, kept = results[: traced.num_outputs], results[traced.num_outputs :]
         forward = half(outputs, one.forward_bytes, one.forward_s)
         copied = 2 * region.groups * sum(tensor_bytes(value, measure) for value in kept)
@@ -155,11 +155,8 @@ class BodyProfile:
         place. Views need no memory of their own, and neither does a copy on a GPU that is laid out
         as its source."""
         gm, sources = self._forward.gm, self._built.traced.sources
-        (output,) = gm.graph.find_nodes(op="output")
-        places: dict[str, Any] = {
-            "input": inputs_of(gm.graph),
-            "output": output.args[0],
-        }
+        results: Any = gm.graph.output_node().args[0]
+        places = {"input": inputs_of(gm.graph), "output": results}
         named = [(result(places[kind][i]), (kind, i)) for kind, i in sources if kind in places]
         return dict(reversed(named))
 
@@ -176,11 +173,12 @@ class BodyProfile:
         def inner(call: fx.Node) -> tuple[int, float]:
             return self._called(call, measure, target)
 
-        forward = self._forward.at(measure, target, inner)
-        backward = (0, 0.0) if self._backward is None else self._backward.at(measure, target, inner)
+        forward, backward, again = (
+            (0, 0.0) if half is None else half.at(measure, target, inner)
+            for half in (self._forward, self._backward, self._again)
+        )
         incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
         saved = [(source, nbytes(node, measure)) for node, source in self._saved.items()]
-        again = (0, 0.0) if self._again is None else self._again.at(measure, target, inner)
         return Figures(
             forward[0], backward[0] + incoming, forward[1], backward[1], tuple(saved), *again
         )

@@ -12,8 +12,8 @@ logarithm. Dynamo would guard and recompile by limits that are the user's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fxrl.capture._torch import enable_python_dispatcher, make_fx
 from fxrl.compile._torch import holds, new_size, symbolic_mode
-from fxrl.compile.bodies.inductor import InductorOptions, begin_body
+from fxrl.compile.bodies.inductor import InductorOptions, begin_body, in_own_thread
+from fxrl.dtypes import wide_dtype
 from fxrl.ir.graph import Size, memory_like
 from fxrl.ops.masked_attention import BLOCK, Problem, attach, expression
 
@@ -235,7 +236,7 @@ class _Compiled:
             (self._keys, kind.groups, wide),
             (self._queries, kind.heads, wide),
         )
-        dtype = torch.float64 if kind.dtype == torch.float64 else torch.float32
+        dtype = wide_dtype(kind.dtype)
         lse = self._empty(dtype, self._batch, kind.heads, self._queries)
         return [*(self._empty(kind.dtype, self._batch, *s).transpose(1, 2) for s in sizes), lse]
 
@@ -257,10 +258,7 @@ class _Compiled:
 
     # -- from the functions to what runs
     def _build(self, function: Callable[..., Any], heads: Sequence[Tensor]) -> Run:
-        # NOTE [Why a thread]: an op's kernel runs with autograd's dispatch keys excluded, and maybe
-        # inside of a mode; that state belongs to the thread.
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self._built, function, heads).result()
+        return in_own_thread(partial(self._built, function, heads))
 
     def _built(self, function: Callable[..., Any], heads: Sequence[Tensor]) -> Run:
         device = self._kind.device  # a new thread begins on the first GPU

@@ -7,8 +7,9 @@ torch.compile keeps its settings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, fx
 
@@ -99,6 +100,17 @@ def _check(extra: Mapping[str, Any]) -> None:
 
 
 Compiled = Callable[..., Sequence[Tensor]]
+T = TypeVar("T")
+
+
+def in_own_thread(build: Callable[[], T]) -> T:
+    """What is built where the kernel of an op runs.
+
+    NOTE [Why a thread]: that runs with autograd's dispatch keys excluded, so that no vjp can be
+    taken there, and maybe inside of a mode; that state belongs to the thread.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(build).result()
 
 
 def begin_body(

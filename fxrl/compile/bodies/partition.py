@@ -26,16 +26,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrl.analysis.layers import is_product
 from fxrl.compile._torch import functorch_config, min_cut_rematerialization_partition
-from fxrl.compile.bodies.attention import KERNELS
 from fxrl.ir.bodies import graph_module
 from fxrl.ir.graph import (
     PIECEWISE_PRODUCTS,
+    SCALED_MM,
     Size,
     ancestors,
     as_node,
     inputs_of,
+    is_attention,
     is_call,
     is_view,
+    maker_of,
+    reached,
     val_of,
 )
 from fxrl.ir.region import Cut
@@ -44,7 +47,7 @@ from fxrl.ops.region.kernels import Source, lookup
 
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
-_QUANTIZED_PRODUCTS = ("fxrl.scaled_mm.default", *PIECEWISE_PRODUCTS)
+_QUANTIZED_PRODUCTS = (SCALED_MM, *PIECEWISE_PRODUCTS)
 #: By cut, PyTorch's reasons not to compute something again that do not count.
 _WEIGHED: dict[Cut, dict[str, Any]] = {
     "products": {},
@@ -88,15 +91,14 @@ def partition(
         for told in _TOLD:  # Inductor would take it as said to itself
             node.meta.pop(told, None)
     forward, backward = pair
-    (output,) = backward.graph.find_nodes(op="output")
-    late = _late(backward, output.args[0])
+    grads: Any = backward.graph.output_node().args[0]
+    late = _late(backward, grads)
     return _Settling(forward, late, num_outputs, sum_again=cut == "attention").settle()
 
 
 def outputs_again(forward: fx.GraphModule, num_outputs: int) -> Halves:
     """A forward, and as its backward the graph of its outputs of what it keeps."""
-    (output,) = forward.graph.find_nodes(op="output")
-    results = list(output.args[0])
+    results: Any = forward.graph.output_node().args[0]
     sizes = {n for n in forward.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}
     given = sizes.union(results[num_outputs:])
     nodes = _needed(results[:num_outputs], set(forward.graph.nodes), given)
@@ -110,8 +112,8 @@ def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
     late = _backward_of(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
-            made_by: Any = node.args[0] if is_call(node, operator.getitem) else node
-            kept = _is_attention(made_by) or (
+            made_by = maker_of(node)
+            kept = _makes_attention(made_by) or (
                 not rest_again and str(made_by.target) in _QUANTIZED_PRODUCTS
             )
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
@@ -119,11 +121,11 @@ def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
                 node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))
 
 
-def _is_attention(node: Any) -> bool:
+def _makes_attention(node: fx.Node) -> bool:
     """Whether a call is an attention, or all that groups of heads make of one."""
     if is_call(node, torch.ops.fxrl.region.default):
         return lookup(str(node.args[1])).region.groups > 1
-    return is_call(node, *KERNELS)
+    return is_attention(node)
 
 
 def _run_again(
@@ -136,8 +138,8 @@ def _run_again(
     numbers, of which there are none. And a forward that hands out a product is, kernel by kernel,
     the forward without gradients: what is scored has the bits of what is trained.
     """
-    (output,) = joint.graph.find_nodes(op="output")
-    outputs, grads = output.args[0][:num_outputs], output.args[0][num_outputs:]
+    results: Any = joint.graph.output_node().args[0]
+    outputs, grads = results[:num_outputs], results[num_outputs:]
     late = _backward_of(joint)
     inputs = [n for n in inputs_of(joint.graph) if n not in late]
     forward = [*inputs, *_needed(outputs, set(joint.graph.nodes) - set(inputs))]
@@ -162,11 +164,8 @@ def _is_gradient(node: fx.Node) -> bool:
 
 def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
     """The incoming gradients and every node that depends on them."""
-    late: set[fx.Node] = set()
-    for node in joint.graph.nodes:
-        if _is_gradient(node) or any(arg in late for arg in node.all_input_nodes):
-            late.add(node)
-    return late - set(joint.graph.find_nodes(op="output"))
+    late = set(reached(filter(_is_gradient, joint.graph.nodes), lambda node: node.users))
+    return late - {joint.graph.output_node()}
 
 
 def _needed(
@@ -213,10 +212,10 @@ class _Settling:
         sum_again: bool = False,
     ) -> None:
         self.forward, self.backward, self._sum_again = forward, backward, sum_again
-        (self._output,) = forward.graph.find_nodes(op="output")
+        results: Any = forward.graph.output_node().args[0]
+        self._results = list(results[:num_outputs])
         self._nodes = {node.name: node for node in forward.graph.nodes}
         self._inputs = inputs_of(forward.graph)
-        self._results: list[Any] = list(self._output.args[0])[:num_outputs]
         # Of the backward's graph: what stands for the forward's values, by name; what it computes;
         # its sums over groups, by the forward's call.
         self._places: dict[str, fx.Node] = {}
@@ -244,7 +243,7 @@ class _Settling:
                 if twin not in self._results:
                     self._results.append(twin)
                 sources.append(("output", self._results.index(twin)))
-        self._output.args = (list(self._results),)
+        self.forward.graph.output_node().args = (list(self._results),)
         for half in (self.forward, self.backward):
             half.graph.eliminate_dead_code()
             half.graph.lint()

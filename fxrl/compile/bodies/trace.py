@@ -148,8 +148,8 @@ class TracedBody:
     @property
     def num_kept(self) -> int:
         """How many values the forward hands to the backward beside its inputs and outputs."""
-        (output,) = self.forward.graph.find_nodes(op="output")
-        return len(output.args[0]) - self.num_outputs
+        results: Any = self.forward.graph.output_node().args[0]
+        return len(results) - self.num_outputs
 
     def _joint_of(self, outputs: Sequence[Tensor]) -> fx.GraphModule | None:
         """The joint graph, if autograd sees an output; these are taken for granted at first."""

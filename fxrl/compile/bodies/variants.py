@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -20,7 +19,12 @@ from torch import Tensor, fx
 
 from fxrl.compile._torch import keeps_graph
 from fxrl.compile.bodies.attention import allowed, calls_attention, kernels_of
-from fxrl.compile.bodies.inductor import InductorOptions, begin_body, generated_source
+from fxrl.compile.bodies.inductor import (
+    InductorOptions,
+    begin_body,
+    generated_source,
+    in_own_thread,
+)
 from fxrl.compile.bodies.trace import TracedBody
 from fxrl.ir.bodies import clone
 from fxrl.ir.graph import Size, val_of
@@ -235,10 +239,7 @@ class CompiledRegion(RegionKernels):
         for variant in self.variants:
             if variant.traced.serves(sizes):
                 return variant
-        # NOTE [Why a thread]: an op's kernel runs with autograd's dispatch keys excluded, so no
-        # vjp can be taken there; that state belongs to the thread.
-        with ThreadPoolExecutor(1) as pool:
-            self.variants.append(pool.submit(self._build, sizes).result())
+        self.variants.append(in_own_thread(partial(self._build, sizes)))
         if len(self.variants) == _MANY_VARIANTS:
             warnings.warn(
                 f"region {self.region.id} was built {_MANY_VARIANTS} times, the last for sizes "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxrl.dtypes import wide_dtype
 from fxrl.engines.engine import Drawing, EngineError, SamplingParams
 from fxrl.engines.torch.sampling import sample
 from fxrl.models.quantized import dtype_of
@@ -30,7 +31,7 @@ class Decoded:
     """
 
     def __init__(self, num_rows: int, max_tokens: int, logits: Tensor) -> None:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
+        dtype = wide_dtype(logits.dtype)
         self.tokens = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=logits.device)
         self.logprobs = torch.zeros(num_rows, max_tokens, dtype=dtype, device=logits.device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)

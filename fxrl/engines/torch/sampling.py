@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fxrl.dtypes import at_least_float32
 from fxrl.engines.engine import EngineError, SamplingParams
 
 BLOCK = 256
@@ -63,7 +64,7 @@ def sample(
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature), [R, V]; temperature 0 counts as 1."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_float32(logits)
     if temperature not in (0, 1):
         logits = logits / temperature
     return logits.log_softmax(-1)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, get_type_hints
 import torch
 from torch import Tensor
 
-from fxrl.ops.linear_logprob.matmul import accumulation_dtype, slices
+from fxrl.dtypes import wide_dtype
+from fxrl.ops.linear_logprob.matmul import slices
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
 DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
@@ -54,7 +55,7 @@ class LossHead(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of logits, statistics and accumulated gradients."""
-        return accumulation_dtype(self.hidden.dtype)
+        return wide_dtype(self.hidden.dtype)
 
     def on_one_device(self) -> LossHead:
         """Move a temperature that is a single number from the CPU, where it may stay as everywhere

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxrl.dtypes import wide_dtype
+
 _BLOCK_BYTES = 16 * 2**20
 
 
@@ -25,11 +27,6 @@ def slices(length: int, step: int) -> Iterator[slice]:
     """``range(length)``, ``step`` at a time."""
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything narrower."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager
@@ -122,7 +119,7 @@ def product_dtype(operand: Tensor) -> torch.dtype:
     what lies below 6e-8, which is where probabilities live, and overflows under a GradScaler.
     """
     narrow = operand.is_cuda and operand.dtype == torch.bfloat16
-    return operand.dtype if narrow else accumulation_dtype(operand.dtype)
+    return operand.dtype if narrow else wide_dtype(operand.dtype)
 
 
 def backproject(grad: Tensor, weight: Tensor) -> Tensor:
@@ -130,7 +127,7 @@ def backproject(grad: Tensor, weight: Tensor) -> Tensor:
 
     ``grad`` has the accumulation dtype, or ``product_dtype(weight)`` already.
     """
-    wide = accumulation_dtype(weight.dtype)
+    wide = wide_dtype(weight.dtype)
     if weight.dtype == wide:
         return torch.mm(grad, weight)
     if product_dtype(weight) == weight.dtype:

@@ -53,7 +53,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxrl.ops import once_differentiable
+from fxrl.ops import no_second_derivative
 from fxrl.ops.linear_logprob.arguments import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -393,5 +393,5 @@ def _scaled(ctx: Any, grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 linear_logprob_forward.register_autograd(_backward, setup_context=_setup_context)
-once_differentiable(linear_logprob_backward)
-once_differentiable(linear_logprob_scale)
+no_second_derivative(linear_logprob_backward)
+no_second_derivative(linear_logprob_scale)

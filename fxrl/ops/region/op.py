@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fxrl.ir.graph import Size, memory_like
-from fxrl.ops import once_differentiable
+from fxrl.ops import no_second_derivative
 from fxrl.ops.host_memory import can_wait, pool_of
 from fxrl.ops.out_of_memory import join, with_room
 from fxrl.ops.region.groups import again_by_groups, backward_by_groups, forward_by_groups
@@ -199,7 +199,7 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> list[Tensor]:
 
 
 region.register_autograd(_from_context, setup_context=_setup_context)
-once_differentiable(region_vjp)
+no_second_derivative(region_vjp)
 
 
 @torch.library.custom_op(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxrl.dtypes import wide_dtype
 from fxrl.ops.linear_logprob.op import linear_logprob_scale
 from fxrl.ops.region.kernels import Body, RegionKernels, backward_of
 
@@ -111,7 +112,7 @@ def _with_vectors(
 def scaled(vectors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of a region's inputs from ``new_vectors`` and what comes in for its outputs: sums
     in fp32 at least, rounded once."""
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    wide = wide_dtype(grads[0].dtype)
     given = torch.stack([grad.reshape(-1).to(wide) for grad in grads])
     found = []
     for each in vectors:

@@ -27,7 +27,7 @@ from fxrl.rl.errors import BadConfigError
 T = TypeVar("T")
 REST = {"rest": True}
 """Field metadata: this mapping takes the keys of its table that no other field names."""
-DIGEST = {"digest": True}
+COUNTED = {"counted": True}
 """Field metadata: written down by number of entries and hash, not whole."""
 
 
@@ -190,7 +190,7 @@ def bind(
         name, plain = f"{path}{key}", value.value if isinstance(value, Text) else value
         if key not in fields:
             if rest:
-                values[rest][key] = _plain(value)
+                values[rest][key] = _untyped(value)
             else:
                 problems.append(f"{name}: no such key{suggest(name)}")
         elif (inner := dataclass_in(hints[key])) and isinstance(plain, Mapping):
@@ -202,11 +202,11 @@ def bind(
         else:
             try:
                 raw = value.raw if isinstance(value, Text) else None
-                values[key] = fit(hints[key], _plain(value), raw)
+                values[key] = fit(hints[key], _untyped(value), raw)
             except TypeError:
                 unfit.add(key)
                 cure = suggest.within(name) if inner else ""
-                problems.append(f"{name}={misfit(hints[key], _plain(value))}{cure}")
+                problems.append(f"{name}={misfit(hints[key], _untyped(value))}{cure}")
     missing = {key for key in fields if default_of(fields[key]) is MISSING} - values.keys()
     problems += [f"{path}{key}: missing; it has no default" for key in missing - unfit]
     if missing:
@@ -287,10 +287,10 @@ def _above(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _plain(value: Any) -> Any:
+def _untyped(value: Any) -> Any:
     """Overrides by their values, also those inside of tables that take any keys."""
     if isinstance(value, Text):
         return value.value
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _untyped(inner) for key, inner in value.items()}
     return value

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,8 @@ def as_table(config: Any) -> dict[str, Any]:
     table = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        table[field.name] = _digest(value) if field.metadata.get("digest") else _plain(value)
+        counted = value is not None and field.metadata.get("counted")
+        table[field.name] = f"{len(value)} rows" if counted else _as_json(value)
     if isinstance(config, ModelConfig):
         table["id"] = config.name
     return table
@@ -70,7 +69,7 @@ def with_defaults(
         old, new = saved.get(name), present.get(name)
         if name in present and name not in saved:
             default = default_of(field)
-            filled[name] = None if default is dataclasses.MISSING else _plain(default)
+            filled[name] = None if default is dataclasses.MISSING else _as_json(default)
         elif inner is not None and isinstance(old, Mapping) and isinstance(new, Mapping):
             filled[name] = with_defaults(old, new, inner)
     return filled
@@ -88,21 +87,13 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], path: str 
     return lines
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return as_table(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_as_json(inner) for inner in value]
     if callable(value):
         return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
     return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def _digest(rows: Sequence[Any] | None) -> str | None:
-    """Enough to see that a resumed run has the same rows."""
-    if rows is None:
-        return None
-    text = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
-    return f"{len(rows)} rows, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

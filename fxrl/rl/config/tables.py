@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fxrl.config import Config
+from fxrl.dtypes import wide_dtype
 from fxrl.engines.vllm.options import VllmOptions
 from fxrl.losses import LossFn, LossInfo, loss_info
 from fxrl.losses.own_code import looked_in
@@ -28,7 +29,7 @@ from fxrl.models.quantized import Quantization
 from fxrl.models.tiny import PREFIX, parse_tiny
 from fxrl.options import Options, Positive, above, at_least, within
 from fxrl.rl.config import trl
-from fxrl.rl.config.binding import DIGEST, REST, keys_of, regular_expression
+from fxrl.rl.config.binding import COUNTED, REST, keys_of, regular_expression
 from fxrl.rl.config.conflicts import conflicts
 from fxrl.rl.config.named import (
     build_loss,
@@ -159,7 +160,7 @@ class ModelConfig(Options):
         if self.lora is None and isinstance(self.id, nn.Module):
             return {p.dtype for p in self.id.parameters() if p.requires_grad}
         dtype: torch.dtype = getattr(torch, self.dtype, torch.float32)  # settle's, for "auto"
-        return {torch.promote_types(dtype, torch.float32) if self.adapted else dtype}
+        return {wide_dtype(dtype) if self.adapted else dtype}
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -290,7 +291,7 @@ class DataConfig(Options):
     reasoning_gym: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     verifiers: Mapping[str, Any] | str | None = None
-    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=DIGEST)
+    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=COUNTED)
     size: Positive | None = None
     seed: int = 0
     prompt: str = "prompt"
@@ -548,7 +549,7 @@ class EvalConfig(Options):
     dataset: str | None = None
     subset: str | None = None
     split: str | None = None
-    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=DIGEST)
+    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False, metadata=COUNTED)
     every: Count = 0
     greedy: bool = True
     reward: str | None = None

@@ -8,16 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import Version
-
-from fxrl.errors import MissingPackageError, optional, shown
+from fxrl.errors import optional, shown
 from fxrl.rl.config.tables import RewardConfig
 from fxrl.rl.data.rewards import Reward
 from fxrl.rl.errors import DataError
 from fxrl.rl.types import Row
 
-LEAST_VERIFIERS = "0.4"
-"""The first whose environments are these alone."""
 DEFAULT_SIZE = 1000
 """Tasks taken of a taskset without end."""
 REWARD = "verifiers"
@@ -40,10 +36,6 @@ class Environment:
         or by verifiers' chat loop, ``null``."""
         what = f"data.verifiers={shown(given)}"
         api = optional("verifiers.v1", what, "[verifiers]")
-        version = optional("verifiers", what).__version__
-        if Version(version) < Version(LEAST_VERIFIERS):
-            why = f"{version}, where {LEAST_VERIFIERS} is the least"
-            raise MissingPackageError("verifiers", what, why, "[verifiers]")
         loaders = optional("verifiers.v1.utils.loaders", what)
         try:
             if isinstance(given, str):

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxrl.distributed import BUCKET_BYTES, Ranks, buckets, wide_dtype
+from fxrl.distributed import BUCKET_BYTES, Ranks, buckets
+from fxrl.dtypes import wide_dtype
 
 EARLY_BYTES = 25 * 2**20
 """Of a bucket that is sent while the backward runs; DistributedDataParallel's own default."""
@@ -66,7 +67,7 @@ class GradientSum:
     ) -> None:
         self._parameters, self._ranks, self._counts = parameters, ranks, ranks.rank % sharing == 0
         self._buckets: list[_Bucket] = []
-        sent_bytes = sum(p.numel() * wide_dtype(p).itemsize for p in parameters)
+        sent_bytes = sum(p.numel() * wide_dtype(p.dtype).itemsize for p in parameters)
         if early and ranks.size > 1 and sent_bytes <= BUCKET_BYTES:
             self._buckets = [_Bucket(part) for part in buckets(parameters[::-1], EARLY_BYTES)]
         self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
@@ -128,7 +129,7 @@ class GradientSum:
     def _begin(self, bucket: _Bucket) -> None:
         first = bucket.parameters[0]
         count = sum(p.numel() for p in bucket.parameters)
-        bucket.flat = torch.zeros(count, dtype=wide_dtype(first), device=first.device)
+        bucket.flat = torch.zeros(count, dtype=wide_dtype(first.dtype), device=first.device)
         for parameter, part in bucket.parts():
             if parameter.grad is not None:
                 part.copy_(parameter.grad)

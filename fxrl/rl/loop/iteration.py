@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxrl.dtypes import wide_dtype
 from fxrl.engines.ledger import ledger_of
 from fxrl.losses.reduce import masked_sum
 from fxrl.models.lora import is_adapted
@@ -194,7 +195,7 @@ def _padded(parts: RunParts, rows: Sequence[TokenRow], plan: Plan) -> list[Batch
         plan,
         pad_token_id=parts.tokenizer.pad_token_id,
         device=parameter.device,
-        dtype=torch.promote_types(parameter.dtype, torch.float32),
+        dtype=wide_dtype(parameter.dtype),
     )
 
 

@@ -15,9 +15,10 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from fxrl.errors import reason_of
 from fxrl.files import make_folder
 from fxrl.rl.errors import RunInUseError
-from fxrl.rl.report.files import Tell, try_to_write, why
+from fxrl.rl.report.files import Tell, try_to_write
 
 LOCK = ".lock"
 _HELD: set[int] = set()
@@ -73,7 +74,8 @@ def _acquire(path: Path, tell: Tell) -> int:
                 "or give another run_dir"
             ) from None
         except OSError as error:
-            tell(f"{path}: no lock ({why(error)}); see to it that no other run has this run_dir")
+            cure = "see to it that no other run has this run_dir"
+            tell(f"{path}: no lock ({reason_of(error)}); {cure}")
         if _is_at(descriptor, path):
             break
         os.close(descriptor)  # its holder has just taken the name away

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxrl.dtypes import at_least_float32
 from fxrl.errors import ConfigError
 from fxrl.losses import ValueHead
 from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
@@ -141,8 +142,7 @@ def _adapted(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
         )
     if wanted.autocast_dtype is not None:  # a classifier's head too, as PEFT keeps adapters
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            parameter.data = parameter.data.to(wide)
+            parameter.data = at_least_float32(parameter.data)
     return model
 
 

@@ -17,11 +17,13 @@ from dataclasses import replace
 import torch
 
 from fxrl import TrainStep
-from fxrl.engines.kv_cache import RolloutMemory
+from fxrl.dtypes import wide_dtype
+from fxrl.engines.kv_cache import RolloutMemory, training_bytes
 from fxrl.engines.ledger import ledger_of
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, first_line
 from fxrl.ir.remark import format_bytes
 from fxrl.models.lora import is_adapted
+from fxrl.models.sharded import held_bytes
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import RunParts, prompts_each
@@ -59,14 +61,11 @@ def _asked(config: TrainConfig, parts: RunParts) -> int:
 
 
 def _stays(parts: RunParts) -> Iterator[str]:
-    parameters = list(parts.model.parameters())
-    weights = sum(p.nbytes for p in parameters)
-    states = 2 * sum(p.nbytes for p in parameters if p.requires_grad) // parts.updater.state_shards
+    weights, states = training_bytes(parts.model, parts.updater.state_shards)
     words = f"{format_bytes(weights)} of weights and {format_bytes(states)} of optimizer"
     yield f"plan: {words} (as AdamW has) stay"
     if parts.teacher is not None:
-        held = sum(p.nbytes for p in parts.teacher.parameters())
-        yield f"  and {format_bytes(held)} of the teacher"
+        yield f"  and {format_bytes(held_bytes(parts.teacher))} of the teacher"
     if parts.updater.sharded:
         yield "  a rank has the optimizer of its share (ZeroRedundancyOptimizer)"
     elif parts.ranks.size > 1:
@@ -126,7 +125,7 @@ def _update(
                     _batch(parts, unit, rows, device), accumulated=asked > rows
                 )
         except Exception as error:  # a run needs no prediction
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = first_line(error)
     plan, why = parts.ranks.broadcast((plan, why))
     if plan is None:
         yield f"{what}, not planned: {why}"
@@ -141,7 +140,7 @@ def _update(
 
 def _batch(parts: RunParts, unit: Sequence[TokenRow], rows: int, device: torch.device) -> Batch:
     """A micro-batch of so many rows, as the trainer makes them."""
-    dtype = torch.promote_types(next(parts.model.parameters()).dtype, torch.float32)
+    dtype = wide_dtype(next(parts.model.parameters()).dtype)
     many = [*unit] * (rows // len(unit))
     [batch] = make_batches(many, [range(rows)], pad_token_id=0, device=device, dtype=dtype)
     scorers = parts.scorers

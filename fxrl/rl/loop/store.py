@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fxrl.errors import reason_of
 from fxrl.files import make_folder, may_lack_space, rename, sync, sync_tree, write_bytes
 from fxrl.rl.errors import CheckpointError, StorageError
-from fxrl.rl.report.files import COMPLETIONS, METRICS, as_line, read_lines, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, as_line, read_lines
 
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 _FORMAT = 1
@@ -144,7 +145,7 @@ def _problem(path: Path, name: str, recorded: tuple[str, int]) -> str | None:
     except FileNotFoundError:
         return f"{name} is missing"
     except (OSError, ValueError) as error:
-        return f"{name} cannot be read: {why(error)}"
+        return f"{name} cannot be read: {reason_of(error)}"
     if found[1] != recorded[1]:
         return f"{name} has {found[1]} bytes instead of {recorded[1]}"
     return None if found == recorded else f"{name} has other bytes than those written"
@@ -218,8 +219,8 @@ def write(
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         notes += "; free some space" if may_lack_space(error) else ""
         raise StorageError(
-            f"the checkpoint of step {place.step} could not be written to {folder}: {why(error)}"
-            f"{notes}; older checkpoints are as they were"
+            f"the checkpoint of step {place.step} could not be written to {folder}: "
+            f"{reason_of(error)}{notes}; older checkpoints are as they were"
         ) from error
     prune(run_dir, place.branch, keep)
     return place.under(run_dir)

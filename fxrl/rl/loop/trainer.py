@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from fxrl import TrainStep
 from fxrl.distributed import RankError
 from fxrl.engines.ledger import ledger_of
-from fxrl.errors import ConfigError, FxrlError
+from fxrl.errors import ConfigError, FxrlError, reason_of
 from fxrl.files import write_text
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
@@ -35,7 +35,7 @@ from fxrl.rl.loop.fingerprint import check_unchanged
 from fxrl.rl.loop.interrupt import StopRequest
 from fxrl.rl.loop.iteration import TrainingIteration, hand_over, scored_batches
 from fxrl.rl.loop.outlook import share_limits
-from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying
 from fxrl.rl.report.page import note, try_to_write_page
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.types import Experience, Metrics, TrainerState
@@ -304,7 +304,7 @@ class TrainingLoop:
             metrics.flush()
         except (FxrlError, OSError) as failure:
             error.add_note(
-                f"step {number} failed, and its state could not be saved: {why(failure)}"
+                f"step {number} failed, and its state could not be saved: {reason_of(failure)}"
             )
             return
         self.write_page(reporter)
@@ -394,7 +394,7 @@ class TrainingLoop:
         try:
             write_text(self.run_dir / "ledger.json", f"[{text}]\n")
         except (OSError, FxrlError) as error:
-            reporter.message(f"{self.run_dir}: {why(error)}; the ledger is not written")
+            reporter.message(f"{self.run_dir}: {reason_of(error)}; the ledger is not written")
 
     def _tell_report(self, reporter: Reporter) -> None:
         """Once per process, when the first step has been captured."""

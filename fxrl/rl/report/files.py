@@ -21,20 +21,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxrl.errors import ForeignFileError
+from fxrl.errors import ForeignFileError, reason_of
 from fxrl.files import may_lack_space, opened, write_bytes
 from fxrl.rl.errors import StorageError
 from fxrl.rl.report.progress import jsonable
 
 T = TypeVar("T")
 Tell = Callable[[str], None]
-
-
-def why(error: BaseException) -> str:
-    """The system's reason, or the first line of what it says, in words."""
-    text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
-    line = " ".join(text.splitlines()[0].split())
-    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def try_to_write(action: Callable[[], T], what: str) -> T:
@@ -44,7 +37,7 @@ def try_to_write(action: Callable[[], T], what: str) -> T:
     except OSError as error:
         cure = "free some space, or " if may_lack_space(error) else ""
         raise StorageError(
-            f"{what} could not be written: {why(error)}; {cure}give another run_dir"
+            f"{what} could not be written: {reason_of(error)}; {cure}give another run_dir"
         ) from error
 
 
@@ -59,15 +52,15 @@ def keep_trying(
 ) -> T:
     """``action()``, again while it raises ``OSError`` or ``StorageError``; raises ``StorageError``
     if the last try fails too."""
-    for left in reversed(range(retries + 1)):
+    while True:
         try:
             return try_to_write(action, what)
         except StorageError as error:
-            if not left:
+            if not retries:
                 raise
-            tell(f"{error}; trying again in {wait_s:g} s, {left} more times")
+            tell(f"{error}; trying again in {wait_s:g} s, {retries} more times")
             sleep(wait_s)
-    raise AssertionError("unreachable: the last try returns or raises")
+        retries -= 1
 
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
@@ -127,8 +120,8 @@ class JsonLines:
         except (OSError, ForeignFileError) as error:
             cure = "; free some space" if may_lack_space(error) else ""
             self._tell(
-                f"{self.path}: {why(error)}; {len(self._pending)} lines wait in memory, the run "
-                f"goes on{cure}"
+                f"{self.path}: {reason_of(error)}; {len(self._pending)} lines wait in memory, the "
+                f"run goes on{cure}"
             )
 
     def flush(self) -> None:

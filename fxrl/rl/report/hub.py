@@ -6,12 +6,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fxrl.errors import optional
+from fxrl.errors import optional, reason_of
 from fxrl.models.hf import save_pretrained
 from fxrl.rl.callbacks import Callback, Control
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import HubError
-from fxrl.rl.report.files import Tell, why
+from fxrl.rl.report.files import Tell
 from fxrl.rl.types import TrainerState
 
 
@@ -30,7 +30,7 @@ class HubPush(Callback):
         # Its errors have no common class; all of them mean that nothing could be pushed.
         except Exception as error:
             raise HubError(
-                f"push_to_hub={repo!r}: {why(error)}; log in with `hf auth login`, or leave "
+                f"push_to_hub={repo!r}: {reason_of(error)}; log in with `hf auth login`, or leave "
                 "push_to_hub out and push the run's folder final/ later"
             ) from error
 
@@ -45,7 +45,7 @@ class HubPush(Callback):
                 kwargs["tokenizer"].save_pretrained(folder)
                 self._push(Path(folder), f"step {state.global_step}")
         except Exception as error:
-            self._tell(f"push_to_hub={self.repo!r}: {why(error)}; the run goes on")
+            self._tell(f"push_to_hub={self.repo!r}: {reason_of(error)}; the run goes on")
 
     def on_train_end(
         self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
@@ -59,7 +59,7 @@ class HubPush(Callback):
         except Exception as error:
             raise HubError(
                 f"the run is complete, but could not be pushed: push_to_hub={self.repo!r}: "
-                f"{why(error)}; its model is in {final}, push it with `hf upload {self.repo} "
+                f"{reason_of(error)}; its model is in {final}, push it with `hf upload {self.repo} "
                 f"{final}`"
             ) from error
 

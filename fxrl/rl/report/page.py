@@ -25,7 +25,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from fxrl.errors import FxrlError
+from fxrl.errors import FxrlError, reason_of
 from fxrl.files import write_bytes
 from fxrl.ir.remark import Remark, RemarkKind, Report, format_bytes
 from fxrl.rl.report.charts import (
@@ -41,7 +41,7 @@ from fxrl.rl.report.charts import (
     line_chart,
     number,
 )
-from fxrl.rl.report.files import COMPLETIONS, METRICS, each_line, try_to_write, why
+from fxrl.rl.report.files import COMPLETIONS, METRICS, each_line, try_to_write
 from fxrl.rl.report.timing import PHASES
 
 PAGE, NOTES = "run.html", "run.json"
@@ -186,7 +186,7 @@ def _telling(tell: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a page of whatever the files hold is worth no run
-        tell(f"{why(error)}; the run goes on without {PAGE}")
+        tell(f"{reason_of(error)}; the run goes on without {PAGE}")
 
 
 def _content(run_dir: Path, columns: Columns, notes: Table) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _groups(columns: Columns, notes: Table) -> list[tuple[str, list[Chart]]]:
 
 
 def _pictures(wanted: Mapping[str, Sequence[Line]], columns: Columns) -> list[Chart | None]:
-    return [line_chart(title, columns, lines, _plain) for title, lines in wanted.items()]
+    return [line_chart(title, columns, lines, _six_digits) for title, lines in wanted.items()]
 
 
 def _memory_chart(columns: Columns, notes: Table) -> Chart | None:
@@ -277,7 +277,7 @@ def _memory_chart(columns: Columns, notes: Table) -> Chart | None:
     if (planned := number(_plan_of(notes), "peak_gpu_bytes")) is not None:
         shown["plan"] = np.full_like(peaks, planned / 2**30)
     lines = [Line("used", "used"), Line("planned for the update", "plan", style="dashed")]
-    return line_chart("memory of a step, most [GiB]", shown, lines, _plain)
+    return line_chart("memory of a step, most [GiB]", shown, lines, _six_digits)
 
 
 def _reward_chart(columns: Columns) -> Chart | None:
@@ -296,7 +296,7 @@ def _reward_chart(columns: Columns) -> Chart | None:
     if window > 1:
         lines[0] = replace(lines[0], style="thin c0")
         lines.append(Line(f"mean of {window} steps", "mean", style="c0"))
-    return line_chart("reward", shown, lines, _plain)
+    return line_chart("reward", shown, lines, _six_digits)
 
 
 def _planned(columns: Columns, notes: Table) -> list[tuple[str, str, str]]:
@@ -412,7 +412,7 @@ def _values(columns: Columns, key: str) -> list[float]:
     return [float(value) for value in known(columns, key)[1]]
 
 
-def _plain(value: float) -> str:
+def _six_digits(value: float) -> str:
     return f"{value:.6g}"
 
 

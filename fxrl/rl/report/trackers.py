@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from fxrl.errors import optional
+from fxrl.errors import optional, reason_of
 from fxrl.files import refuse_links, write_text
 from fxrl.rl.callbacks import Callback, Control
 from fxrl.rl.config.load import as_table
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.errors import TrackerError
-from fxrl.rl.report.files import Tell, why
+from fxrl.rl.report.files import Tell
 from fxrl.rl.types import TrainerState
 
 IDS = "trackers.json"
@@ -160,8 +160,8 @@ class Tracker(Callback):
         # The packages raise whatever their many clients raise; it means the same to the user.
         except Exception as error:
             raise TrackerError(
-                f"log_to={self.name!r}: its run cannot be started: {why(error)}; log in, or leave "
-                f"{self.name} out of log_to"
+                f"log_to={self.name!r}: its run cannot be started: {reason_of(error)}; log in, or "
+                f"leave {self.name} out of log_to"
             ) from error
 
     def on_log(
@@ -187,7 +187,8 @@ class Tracker(Callback):
         except Exception as error:
             self._sink = None
             self._tell(
-                f"{self.name}: {why(error)}; nothing more goes there, metrics.jsonl has the numbers"
+                f"{self.name}: {reason_of(error)}; nothing more goes there, metrics.jsonl has the "
+                "numbers"
             )
 
 

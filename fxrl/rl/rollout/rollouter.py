@@ -171,7 +171,8 @@ class Rollouter:
 
     def _retrying(self, draw: Callable[[], T]) -> T:
         """``draw``, again where it took too long; each try draws the same."""
-        for left in reversed(range(self.config.engine_retries + 1)):
+        left = self.config.engine_retries
+        while True:
             sampler = self.engine.state_dict()
             try:
                 return draw()
@@ -180,7 +181,7 @@ class Rollouter:
                     raise
                 self.engine.load_state_dict(sampler)
                 self._retried.append(f"{error}; drawing again, {left} tries left")
-        raise AssertionError("unreachable: the last try returns or raises")
+            left -= 1
 
     def experience(
         self,

@@ -10,6 +10,8 @@ import torch
 from fxrl import Config, TrainStep
 from fxrl.distributed import Ranks
 from fxrl.errors import PlanError
+from fxrl.ir.remark import format_bytes
+from fxrl.models.sharded import held_bytes, shard_skeleton
 from fxrl.planner.budget import Budget, Limits
 from fxrl.planner.target import TARGETS
 from fxrl.rl.loop import outlook
@@ -60,3 +62,25 @@ def test_the_first_rank_plans_for_all_and_a_refusal_ends_nothing(monkeypatch, nu
     [(limits,)] = (call.args for call in step.plan_within.call_args_list)
     assert {one.budget.gpu_bytes for one in limits} == {2**20, 2**30}
     assert limits[0].budget.state_shards == 2
+
+
+def test_of_weights_that_ranks_share_out_each_has_its_part():
+    """They are no parameters; neither are those of a teacher."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, device="meta") for _ in range(2)))
+    model[0].requires_grad_(False)
+    shard_skeleton(model, 2)
+    assert held_bytes(model) > sum(p.nbytes for p in model.parameters())
+    parts = SimpleNamespace(
+        ranks=Ranks(0, 1),
+        model=model,
+        teacher=model,
+        updater=SimpleNamespace(step=None, state_shards=1, sharded=False),
+        source=SimpleNamespace(
+            largest=lambda: [TokenRow([5] * 8, [6] * 8, {}, {})], draws=False, rows_each=1
+        ),
+    )
+    config = SimpleNamespace(prompts_per_step=1, micro_batch_tokens=64)
+    stays, teacher, _ = outlook.outlook(config, parts)
+    held = format_bytes(held_bytes(model))
+    assert f"plan: {held} of weights" in stays
+    assert teacher == f"  and {held} of the teacher"

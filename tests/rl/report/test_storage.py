@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fxrl.errors import reason_of
 from fxrl.rl.errors import StorageError
 from fxrl.rl.loop import checkpoint, store
-from fxrl.rl.report.files import JsonLines, keep_trying, read_lines, why
+from fxrl.rl.report.files import JsonLines, keep_trying, read_lines
 
 
 @pytest.fixture
@@ -240,4 +241,4 @@ def test_a_file_that_is_replaced_or_deleted_loses_no_line(tmp_path):
     ],
 )
 def test_a_reason_is_one_short_line(error, words):
-    assert why(error) == words
+    assert reason_of(error) == words

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxrl.dtypes import at_least_float32
 from fxrl.engines.engine import EngineError
 from fxrl.models import QuantizedLinear, Sharded
 from fxrl.models.hf import VALUE_HEAD
@@ -229,7 +230,7 @@ class Merge:
         if self.scale is not None:
             total = dequantized(self.weight, self.scale, torch.float32)
         else:
-            total = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+            total = at_least_float32(self.weight)
         delta = torch.zeros_like(total)
         with torch.autocast(self.weight.device.type, enabled=False):
             for pair in self.factors:
