@@ -69,7 +69,9 @@ class _Layout:
         self._watched: list[Any] = []  # containers, of dicts their values
         self._empty: list[Any] = []
         self._owners: list[Any] = []  # of attributes, whose class may become another
-        self.facts = self._fact("", layer)
+        self._kind = type(layer)
+        self._forward: Any = self._kind.forward  # a library may put another in its place
+        self.facts = self._forward, self._fact("", layer)
         self._sizes = [*map(len, self._watched)]
         self._values = [*itertools.chain.from_iterable(self._watched)]
         self._looks = [*map(_look, self.tensors)]
@@ -83,7 +85,8 @@ class _Layout:
         """
         now = itertools.chain.from_iterable(self._watched)
         return (
-            not any(self._empty)
+            self._kind.forward is self._forward
+            and not any(self._empty)
             and [*map(len, self._watched)] == self._sizes
             and all(map(operator.is_, now, self._values))
             and [*map(_look, self.tensors)] == self._looks

@@ -149,6 +149,11 @@ class Derived(Base):
     order = OrderedDict(a=1.0, b=2.0)
     key = Key(0)
 
+    def method(self) -> float:
+        return 1.0
+
+
+made = Derived()
 
 STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
     "a sign of zero": (
@@ -161,6 +166,10 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
     ),
     "a key": (lambda: {Key(3): 2.0}.get(Derived.key, 1.0), lambda: setattr(Derived, "key", Key(3))),
     "a configuration": (written_and_read, lambda: setattr(settings, "n_embd", 5)),
+    "a method": (
+        lambda: Derived().method() * made.method(),
+        lambda: setattr(Derived, "method", lambda _: 3.0),
+    ),
     "a class's own": (lambda: Derived().factor, lambda: setattr(Derived, "factor", 5.0)),
 }
 

@@ -13,6 +13,7 @@ and does not guard is guarded: that two objects are apart, zero's sign, the orde
 from __future__ import annotations
 
 import dis
+import inspect
 import logging
 import operator
 import sys
@@ -205,8 +206,9 @@ def _equals(self: Any, other: Any) -> bool:
     return bool(same.as_python_constant())
 
 
-def _found_in_base(walk: Callable[..., Source]) -> Callable[..., Source]:
-    """An attribute of a base class is found until the class itself has one of that name."""
+def _found_in_class(walk: Callable[..., Source]) -> Callable[..., Source]:
+    """A method is what it is until its class has another, and an attribute of a base class is found
+    until the class itself has one of that name."""
 
     def walk_mro(self: Any, *args: Any) -> Source:
         kind, source = (
@@ -220,7 +222,10 @@ def _found_in_base(walk: Callable[..., Source]) -> Callable[..., Source]:
             known.add((id(kind), name))
             absent = TypeDictSource(source).make_guard(partial(_NOT_IN, key=name))
             install_guard(absent)
-        return walk(self, *args)
+        found = walk(self, *args)
+        if isinstance(inspect.getattr_static(kind, name, None), (FunctionType, classmethod)):
+            install_guard(found.make_guard(GuardBuilder.ID_MATCH))
+        return found
 
     return walk_mro
 
@@ -394,7 +399,7 @@ if _is_equal is not None:  # torch 2.15 asks keys, and guards all classes on the
     found = [(kind, vars(kind).get("get_source_by_walking_mro")) for kind in kinds]
     REPLACED += [
         (UserDefinedObjectVariable, "is_python_equal", _equals),
-        *((kind, walk.__name__, _found_in_base(walk)) for kind, walk in found if walk),
+        *((kind, walk.__name__, _found_in_class(walk)) for kind, walk in found if walk),
     ]
 if _attribute_of_object is not None:
     REPLACED.append((UserDefinedObjectVariable, _GETATTR, _object_attribute))
