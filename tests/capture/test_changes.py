@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -154,6 +155,7 @@ class Derived(Base):
 
 
 made = Derived()
+numbers = ChainMap({}, {"a": 2.0})
 
 STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
     "a sign of zero": (
@@ -165,6 +167,14 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
         lambda: Derived.order.move_to_end("a"),
     ),
     "a key": (lambda: {Key(3): 2.0}.get(Derived.key, 1.0), lambda: setattr(Derived, "key", Key(3))),
+    "a key that was missing": (
+        lambda: numbers["a"],
+        lambda: numbers.__setitem__("a", 3.0),
+    ),
+    "an environment": (
+        lambda: float(os.getenv("FXRL_TESTED", "2")),
+        lambda: os.environ.__setitem__("FXRL_TESTED", "7"),
+    ),
     "a configuration": (written_and_read, lambda: setattr(settings, "n_embd", 5)),
     "a method": (
         lambda: Derived().method() * made.method(),
@@ -174,7 +184,10 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
 }
 
 
-def test_what_python_holds_may_change() -> None:
+def test_what_python_holds_may_change(monkeypatch: Any) -> None:
+    monkeypatch.setenv("FXRL_TESTED", "2")
+    monkeypatch.delenv("FXRL_TESTED")  # which is undone
+
     def loss(model: Mixer, batch: Any) -> torch.Tensor:
         loss = policy_loss(model, batch)
         for read, _ in STATES.values():
