@@ -237,6 +237,9 @@ class OpaqueCalls:
             target = _Bound(target, spec, flat, casts)
         if target is _SDPA:
             target = torch.ops.aten.scaled_dot_product_attention.default
+            named = ("query", "key", "value")[len(args) :]  # passes read operands by their place
+            args = [*args, *(kwargs[name] for name in named)]
+            kwargs = {name: value for name, value in kwargs.items() if name not in named}
         original = lowered.graph.call_function(target, tuple(args), kwargs)
         original.meta = {k: v for k, v in call.meta.items() if k != "val"}
         original.meta["autocasts"] = casts  # a body is lowered later, outside of the user's block

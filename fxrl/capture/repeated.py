@@ -69,7 +69,9 @@ class _Layout:
         self._watched: list[Any] = []  # containers, of dicts their values
         self._empty: list[Any] = []
         self._owners: list[Any] = []  # of attributes, whose class may become another
-        self.facts = self._fact("", layer)
+        self._kind = type(layer)
+        self._forward: Any = self._kind.forward  # a library may put another in its place
+        self.facts = self._forward, self._fact("", layer)
         self._sizes = [*map(len, self._watched)]
         self._values = [*itertools.chain.from_iterable(self._watched)]
         self._looks = [*map(_look, self.tensors)]
@@ -83,7 +85,8 @@ class _Layout:
         """
         now = itertools.chain.from_iterable(self._watched)
         return (
-            not any(self._empty)
+            self._kind.forward is self._forward
+            and not any(self._empty)
             and [*map(len, self._watched)] == self._sizes
             and all(map(operator.is_, now, self._values))
             and [*map(_look, self.tensors)] == self._looks
@@ -196,7 +199,7 @@ class Layer:
         self.written: dict[int, Any] = {}
         self.fed: list[bool] = []  # which of its arguments' tensors were traced with a gradient
         self.begun = 0  # how many of ``_READ`` there were
-        self.token = next(_TOKENS)
+        self.token = f"#{next(_TOKENS)}"  # a text stays one, where a number that differs varies
         _LAYERS[self.token] = self
 
     def is_as(self, its: Layer) -> bool:
@@ -319,7 +322,7 @@ def marked(module: nn.Module) -> Layer | None:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BY_FORWARD: WeakKeyDictionary[Any, Layer] = WeakKeyDictionary()
 _TOKENS = itertools.count()
-_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+_LAYERS: WeakValueDictionary[str, Layer] = WeakValueDictionary()
 
 
 _READ: list[tuple[Any, ...]] = []
@@ -331,7 +334,7 @@ def has_read(*parts: Any) -> None:
     _READ.append(parts)
 
 
-def layer_of(token: int) -> Layer:
+def layer_of(token: str) -> Layer:
     """The layer whose marks have this token."""
     return _LAYERS[token]
 
@@ -367,7 +370,7 @@ def _is_empty(cache: Any, index: int) -> bool:
 
 
 def _trace_first(
-    token: int, feed: Callable[[Any], Any], original: Any, args: Any, kwargs: Any, told: Any
+    token: str, feed: Callable[[Any], Any], original: Any, args: Any, kwargs: Any, told: Any
 ) -> Any:
     begin = begins(token, args, told)
     fed = {name: feed(value) for name, value in kwargs.items()}
@@ -386,12 +389,12 @@ def _is_starved(value: Tensor) -> bool:
     return torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad
 
 
-def _trace_again(token: int, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
+def _trace_again(token: str, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
     return again(token, args, told)
 
 
 @in_graph
-def begins(token: int, args: Any, kwargs: Any) -> Tensor:
+def begins(token: str, args: Any, kwargs: Any) -> Tensor:
     """Here the calls of a first layer begin; the arguments are what they were given."""
     layer = _LAYERS[token]
     layer.written, layer.modes, layer.begun = written_by_trace(), _modes(), len(_READ)
@@ -410,7 +413,7 @@ def feeds(value: Tensor) -> Tensor:
 
 
 @in_graph
-def ends(token: int, begin: Tensor, result: Any) -> Any:
+def ends(token: str, begin: Tensor, result: Any) -> Any:
     """Here they end, with their result."""
     layer = _LAYERS[token]
     if written_by_trace() != layer.written:
@@ -425,7 +428,7 @@ def ends(token: int, begin: Tensor, result: Any) -> Any:
 
 
 @in_graph
-def again(token: int, args: Any, kwargs: Any) -> Any:
+def again(token: str, args: Any, kwargs: Any) -> Any:
     """An equal layer's call, with other arguments; gives what looks like the first one's result."""
     layer = _LAYERS[token]
     first = layer.first

@@ -43,8 +43,8 @@ from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
 
-#: Losses that reduce over vocabulary and tokens at once, opened so that rows are visible; constants
-#: that read a tensor for its dtype and device alone, which then need not be there.
+#: Losses and sums that reduce over vocabulary and tokens at once, opened so that rows are visible;
+#: constants that read a tensor for its dtype and device alone, which then need not be there.
 _OPENED: Any = get_decompositions(
     [
         aten.nll_loss_forward,
@@ -58,6 +58,7 @@ _OPENED: Any = get_decompositions(
         aten.new_ones,
         aten.new_full,
         aten.new_empty,
+        aten.nansum,
     ]
 )
 

@@ -58,7 +58,7 @@ FAMILIES = {
     ],
     "reduction": [
         lambda z, x: z.sum(-1) + z.mean(1) + z.amax(-1) + z.amin(1) + z.logsumexp(-1),
-        lambda z, x: z.var(-1) + z.std(-1) + z.norm(dim=-1) + z.prod(-1),
+        lambda z, x: z.var(-1) + z.std(-1) + z.norm(dim=-1) + z.prod(-1) + z.sqrt().nansum(-1),
         lambda z, x: z.max(-1)[0] + z.median(-1)[0] + z.kthvalue(5, -1)[0],
         lambda z, x: z.argmax(-1) + z.min(-1)[1] + (z > 0).any(-1) + (z > -9).all(-1),
     ],

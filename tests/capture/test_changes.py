@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -149,6 +150,12 @@ class Derived(Base):
     order = OrderedDict(a=1.0, b=2.0)
     key = Key(0)
 
+    def method(self) -> float:
+        return 1.0
+
+
+made = Derived()
+numbers = ChainMap({}, {"a": 2.0})
 
 STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
     "a sign of zero": (
@@ -160,12 +167,27 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
         lambda: Derived.order.move_to_end("a"),
     ),
     "a key": (lambda: {Key(3): 2.0}.get(Derived.key, 1.0), lambda: setattr(Derived, "key", Key(3))),
+    "a key that was missing": (
+        lambda: numbers["a"],
+        lambda: numbers.__setitem__("a", 3.0),
+    ),
+    "an environment": (
+        lambda: float(os.getenv("FXRL_TESTED", "2")),
+        lambda: os.environ.__setitem__("FXRL_TESTED", "7"),
+    ),
     "a configuration": (written_and_read, lambda: setattr(settings, "n_embd", 5)),
+    "a method": (
+        lambda: Derived().method() * made.method(),
+        lambda: setattr(Derived, "method", lambda _: 3.0),
+    ),
     "a class's own": (lambda: Derived().factor, lambda: setattr(Derived, "factor", 5.0)),
 }
 
 
-def test_what_python_holds_may_change() -> None:
+def test_what_python_holds_may_change(monkeypatch: Any) -> None:
+    monkeypatch.setenv("FXRL_TESTED", "2")
+    monkeypatch.delenv("FXRL_TESTED")  # which is undone
+
     def loss(model: Mixer, batch: Any) -> torch.Tensor:
         loss = policy_loss(model, batch)
         for read, _ in STATES.values():
@@ -214,6 +236,24 @@ def test_a_list_that_grows_is_not_looked_into_unless_it_is_read(loss_fn: Any, ma
     assert_same([*kept.values()], [*wanted.values()])
     assert fused(step)
     assert captures(step) == made
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        return policy_loss(model, batch) * self.calls
+
+
+def test_a_module_may_count() -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    loss, eager = Counting(), Counting()
+    step = optimize(model, loss, CONFIG)
+    for _ in range(6):
+        assert_same(step(batch), eager(model, batch))
+    assert fused(step)
+    assert captures(step) == 3  # 0 and 1 are constants to Dynamo, as sizes are
 
 
 def test_the_model_may_change() -> None:

@@ -301,7 +301,7 @@ def repeated(features):
         rows, groups, length, _ = x.shape
         keys = x[:, :, None].expand(rows, groups, 2, length, features)
         keys = keys.reshape(rows, 2 * groups, length, features)
-        return F.scaled_dot_product_attention(keys.sin(), keys, keys)
+        return F.scaled_dot_product_attention(keys.sin(), value=keys, key=keys)
 
     return attend
 

@@ -13,9 +13,11 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial, reduce
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
 import torch
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables import (
@@ -26,6 +28,7 @@ from torch._dynamo.variables import (
     SymNodeVariable,
     TensorVariable,
     TupleVariable,
+    UserDefinedObjectVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
@@ -224,10 +227,15 @@ def _looks_away(hook: Any) -> bool:
 
 
 def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A clock's time, read where the graph runs, and layers that are checkpointed in segments; at
-    other functions that Dynamo skips the graph ends."""
+    """A clock's time, read where the graph runs, layers that are checkpointed in segments, and what
+    is installed, which is asked at once; at other functions that Dynamo skips the graph ends."""
     if self.value is checkpoint_sequential:
         return VariableTracker.build(tx, in_segments).call_function(tx, args, kwargs)
+    if self.value is metadata and all(arg.is_python_constant() for arg in args):
+        try:
+            return UserDefinedObjectVariable(metadata(*(arg.as_python_constant() for arg in args)))
+        except PackageNotFoundError as error:
+            raise_observed_exception(PackageNotFoundError, tx, args=[*error.args])
     if args or kwargs or self.value not in CLOCKS or _in_body(tx):
         return _call_skipped(self, tx, args, kwargs)
     which = (CLOCKS.index(self.value), len(tx.output.graph.nodes))

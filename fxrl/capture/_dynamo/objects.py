@@ -6,15 +6,18 @@ weight it is. A class that says itself what it has for instances is asked. A ``S
 made: small models return one. A progress bar around a loop is left out. The graph ends where a
 ``random.Random`` draws: Dynamo would keep the state that it had while traced. What Dynamo reads
 and does not guard is guarded: that two objects are apart, zero's sign, the order of an
-``OrderedDict``, that a class does not have what its base has.
+``OrderedDict``, keys that are missing, the environment, a class's methods, that it does not have
+what its base has.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
 import dis
+import inspect
 import logging
 import operator
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -71,6 +74,9 @@ _NOT_IN = getattr(  # torch 2.11: one guard says both
     GuardBuilder, "DICT_NOT_CONTAINS", partial(GuardBuilder.DICT_CONTAINS, invert=True)
 )
 _keys_match = GuardBuilder.DICT_KEYS_MATCH
+_inlined: Any = torch._dynamo.symbolic_convert.InliningInstructionTranslator
+_find_global = _inlined.get_globals_source_and_value
+_look_up = ConstDictVariable.getitem_const_raise_exception_if_absent
 # Torch 2.15 does.
 _KNOWS_NAMESPACES = UserDefinedClassVariable.is_supported_new_method(SimpleNamespace.__new__)
 
@@ -192,6 +198,21 @@ def _keys_in_order(self: Any, guard: Guard) -> None:
         self.object_aliasing_guard_codes.append((code, code))
 
 
+def _looked_up(self: Any, tx: Any, key: Any) -> Any:
+    """A key that a dict does not have is one until it has, where a KeyError tells so, too: of
+    ``os.environ``, or the first of a ``ChainMap``."""
+    if key not in self:
+        self.install_dict_contains_guard(tx, [key])
+    return _look_up(self, tx, key)
+
+
+def _global_of(self: Any, name: str) -> tuple[Any, Any, Source]:
+    """What the standard library has for globals Dynamo takes for constants: ``os.getenv`` reads
+    one that is not."""
+    *found, source = _find_global(self, name)
+    return (*found, source.base if self.f_globals.get(name) is os.environ else source)
+
+
 def _equals(self: Any, other: Any) -> bool:
     """Keys of dicts and sets that say themselves what they equal are asked: Dynamo goes by
     identity."""
@@ -205,8 +226,9 @@ def _equals(self: Any, other: Any) -> bool:
     return bool(same.as_python_constant())
 
 
-def _found_in_base(walk: Callable[..., Source]) -> Callable[..., Source]:
-    """An attribute of a base class is found until the class itself has one of that name."""
+def _found_in_class(walk: Callable[..., Source]) -> Callable[..., Source]:
+    """A method is what it is until its class has another, and an attribute of a base class is found
+    until the class itself has one of that name."""
 
     def walk_mro(self: Any, *args: Any) -> Source:
         kind, source = (
@@ -220,7 +242,10 @@ def _found_in_base(walk: Callable[..., Source]) -> Callable[..., Source]:
             known.add((id(kind), name))
             absent = TypeDictSource(source).make_guard(partial(_NOT_IN, key=name))
             install_guard(absent)
-        return walk(self, *args)
+        found = walk(self, *args)
+        if isinstance(inspect.getattr_static(kind, name, None), (FunctionType, classmethod)):
+            install_guard(found.make_guard(GuardBuilder.ID_MATCH))
+        return found
 
     return walk_mro
 
@@ -386,16 +411,16 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (UnspecializedNNModuleVariable, _GETATTR, _module_attribute),
     (VariableBuilder, "__call__", _build),
     (GuardBuilder, "DICT_KEYS_MATCH", _keys_in_order),
+    (_inlined, "get_globals_source_and_value", _global_of),
+    (ConstDictVariable, "getitem_const_raise_exception_if_absent", _looked_up),
     (RandomVariable, "is_supported_random_obj", staticmethod(_is_traced)),
     (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
 ]
-if _is_equal is not None:  # torch 2.15 asks keys, and guards all classes on the way to a base
-    kinds = UserDefinedClassVariable, UserDefinedObjectVariable
-    found = [(kind, vars(kind).get("get_source_by_walking_mro")) for kind in kinds]
-    REPLACED += [
-        (UserDefinedObjectVariable, "is_python_equal", _equals),
-        *((kind, walk.__name__, _found_in_base(walk)) for kind, walk in found if walk),
-    ]
+for owner in (UserDefinedClassVariable, UserDefinedObjectVariable):
+    if (walk := vars(owner).get("get_source_by_walking_mro")) is not None:
+        REPLACED.append((owner, walk.__name__, _found_in_class(walk)))
+if _is_equal is not None:
+    REPLACED.append((UserDefinedObjectVariable, "is_python_equal", _equals))
 if _attribute_of_object is not None:
     REPLACED.append((UserDefinedObjectVariable, _GETATTR, _object_attribute))
 if not _KNOWS_NAMESPACES:
