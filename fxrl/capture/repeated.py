@@ -10,9 +10,9 @@
 
 ``fxrl.capture.shared_bodies`` makes one body of it that each layer calls, so that neither tracing
 nor lowering grows with depth. A layer is told equal before the trace by all that its modules hold
-(``_Layout``), watched at every call of the step, and held to the traced layer afterwards: equal
-arguments, nothing written by traced code, no value that leaves the layer in another way than as its
-result. Whatever fails, the step captures every layer as it is written.
+(``LayerContents``), watched at every call of the step, and held to the traced layer afterwards:
+equal arguments, nothing written by traced code, no value that leaves the layer in another way than
+as its result. Whatever fails, the step captures every layer as it is written.
 
 NOTE [Why not torch.compiler.nested_compile_region]: torch 2.11 traces each layer again inside of
 it, 2.13 checks guards for each (0.2 s a layer with LoRA); both take tensors for arguments, and a
@@ -37,161 +37,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import in_graph, looked_up_by, uncollected, written_by_trace
+from fxrl.capture.layer_contents import LayerContents
 from fxrl.capture.opaque import autocasts
 from fxrl.ir.graph import memory_like
 from fxrl.ir.remark import Refusal
 
-_PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.device)
-_DIGITS = re.compile(r"\d+")
 _COUNTED = re.compile(r"(\w*?)\d+")
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_PLAIN_TENSORS = (Tensor, nn.Parameter)  # other classes compute with what attributes say
 
 
-# ---------------------------------------------------------------------------- which are equal
-class _Layout:
-    """All that the forward of a layer can read of its modules.
-
-    Attributes:
-        facts: types, names, flags, and what tensors look like; equal for equal layers.
-        objects: what else is met, such as hooks and settings; the same ones in equal layers.
-        numbers: attribute and value of each number in an integer or a text, which may count layers.
-        tensors: parameters, buffers and other tensors, each once.
-        held: all modules, containers and objects with tensors by their ids; equal parts of equal
-            layers have one place.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.numbers: list[tuple[str, int]] = []
-        self.objects: list[Any] = []
-        self.tensors: list[Tensor] = []
-        self.held: dict[int, int] = {}
-        self._watched: list[Any] = []  # containers, of dicts their values
-        self._empty: list[Any] = []
-        self._owners: list[Any] = []  # of attributes, whose class may become another
-        self._kind = type(layer)
-        self._forward: Any = self._kind.forward  # a library may put another in its place
-        self.facts = self._forward, self._fact("", layer)
-        self._sizes = [*map(len, self._watched)]
-        self._values = [*itertools.chain.from_iterable(self._watched)]
-        self._looks = [*map(_look, self.tensors)]
-        self._kinds = [*map(type, self._owners)]
-
-    def holds(self) -> bool:
-        """Whether the layer's modules still hold what they held, and the tensors look the same.
-
-        Asked at every call of the step of some two thousand values a layer, so without Python code
-        for each.
-        """
-        now = itertools.chain.from_iterable(self._watched)
-        return (
-            self._kind.forward is self._forward
-            and not any(self._empty)
-            and [*map(len, self._watched)] == self._sizes
-            and all(map(operator.is_, now, self._values))
-            and [*map(_look, self.tensors)] == self._looks
-            and [*map(type, self._owners)] == self._kinds
-        )
-
-    def equals(self, other: _Layout, steps: int) -> bool:
-        """Whether a layer ``steps`` further on computes the same, but for what numbers do."""
-        return self.is_like(other) and all(
-            name == its_name and its - mine in (0, steps)
-            for (name, mine), (its_name, its) in zip(self.numbers, other.numbers, strict=True)
-        )
-
-    def forget(self) -> None:
-        """Hold nothing any more, but know what there was."""
-        kept = (self.tensors, self.objects, self._watched, self._values, self._empty, self._owners)
-        for held in kept:
-            held.clear()
-        self.held.clear()
-
-    def is_like(self, other: _Layout) -> bool:
-        """Whether the facts are equal, and the objects the same."""
-        same = [*map(id, self.objects)] == [*map(id, other.objects)]
-        return same and self.facts == other.facts
-
-    def places(self, found: dict[int, Any]) -> dict[int, Any]:
-        """What was found of the layer's modules and containers, by place."""
-        return {self.held[key]: what for key, what in found.items() if key in self.held}
-
-    def counters(self, other: _Layout) -> set[str]:
-        """Names of the numbers that differ."""
-        pairs = zip(self.numbers, other.numbers, strict=True)
-        return {mine[0] for mine, its in pairs if mine != its}
-
-    def _fact(self, name: str, value: Any) -> Any:
-        if isinstance(value, _PLAIN):
-            return repr(value)
-        if type(value) in (int, str):  # 3, or "model.layers.3"
-            self.numbers += [(name, int(digits)) for digits in _DIGITS.findall(str(value))]
-            return type(value), _DIGITS.sub("#", str(value))
-        if isinstance(value, (Tensor, nn.Module, *_CONTAINERS)) or _holds_tensors(value):
-            return self._part(name, value)
-        if isinstance(value, types.MethodType):
-            return "method", value.__func__, self._fact(name, value.__self__)
-        if isinstance(value, partial):
-            parts = (value.func, value.args, value.keywords)
-            return "partial", *(self._fact(name, part) for part in parts)
-        self.objects.append(value)
-        return "object", type(value)
-
-    def _part(self, name: str, value: Any) -> Any:
-        """A part that may be met again, which says its place."""
-        place = len(self.held)
-        if id(value) in self.held:
-            return "again", self.held[id(value)]
-        self.held[id(value)] = place
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-            own = () if type(value) in _PLAIN_TENSORS else self._attributes(value)
-            return type(value), *_look(value), value.stride(), *own
-        if not isinstance(value, _CONTAINERS):
-            return type(value), *self._attributes(value)
-        if not value:
-            self._empty.append(value)
-            return type(value), place
-        if isinstance(value, dict):
-            self._watched.append(value.values())
-            pairs = ((self._fact(name, k), self._fact(str(k), v)) for k, v in value.items())
-            return type(value), *pairs
-        if not isinstance(value, (tuple, frozenset)):
-            self._watched.append(value)
-        return type(value), *(self._fact(name, item) for item in value)
-
-    def _attributes(self, value: Any) -> Iterator[Any]:
-        self.held[id(value.__dict__)] = len(self.held)
-        self._watched.append(value.__dict__.values())
-        self._owners.append(value)
-        return ((k, self._fact(k, v)) for k, v in value.__dict__.items())
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Whether it is attributes and nothing else, with tensors among them, as what bitsandbytes
-    keeps of a weight's scales is: a part of a layer, of which each has one of its own. What has a
-    lock or a stream among them runs by itself, and its attributes change as it does."""
-    kind: Any = type(value)
-    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    if kind.__new__ is not object.__new__ or slots or not hasattr(value, "__dict__"):
-        return False
-    held = value.__dict__.values()
-    return any(isinstance(one, Tensor) for one in held) and all(
-        isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
-        for one in held
-    )
-
-
-def _look(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
-
-
-# ---------------------------------------------------------------------------- what is traced
 class Layer:
     """One layer of a group, and what its ``forward`` is while it is traced."""
 
-    def __init__(self, module: nn.Module, path: str, index: int, layout: _Layout) -> None:
-        self.module, self.path, self.index, self.layout = module, path, index, layout
+    def __init__(self, module: nn.Module, path: str, index: int, contents: LayerContents) -> None:
+        self.module, self.path, self.index, self.contents = module, path, index, contents
         self.first: Layer = self
         self._bind: Callable[[Any], None] = lambda _: None  # the forward that is called eagerly
         self.result: Any = None  # of the first layer's last call, while tracing
@@ -209,26 +67,28 @@ class Layer:
         NOTE [Why a copy may hold other objects]: such as a config of its own. What is read of the
         first layer of a kind is guarded by Dynamo; the others hold the same objects as that one.
         """
-        mine, now = self.layout, its.layout
+        mine, now = self.contents, its.contents
         like = mine.is_like(now) if self.module is its.module else mine.facts == now.facts
         return like and (self.path, mine.numbers) == (its.path, now.numbers)
 
     def become(self, its: Layer | None) -> None:
         """Stand for another module from here on; for none, so that what it held can go."""
         if its is None:
-            self.layout.forget()
-        self.module, self.layout = (its.module, its.layout) if its else (nn.Module(), self.layout)
+            self.contents.forget()
+            self.module = nn.Module()
+        else:
+            self.module, self.contents = its.module, its.contents
         self.__dict__.pop("_places", None)
         self._bind(self.module.forward)
 
     @property
     def trains(self) -> bool:
         """Whether it has weights that are trained."""
-        return any(tensor.requires_grad for tensor in self.layout.tensors)
+        return any(tensor.requires_grad for tensor in self.contents.tensors)
 
     def is_told_by(self, read: tuple[Any, ...]) -> bool:
         """Whether ``has_read`` tells traced code this layer from equal ones."""
-        own = [id(one) in self.layout.held for one in read]
+        own = [id(one) in self.contents.held for one in read]
         if len(own) == 1:  # a module that has the layer inside of it knows its place
             return not own[0] and self.module in read[0].modules()
         return any(own) and (read[0] is read[1] or not all(own))
@@ -239,7 +99,7 @@ class Layer:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        return {id(tensor): place for place, tensor in enumerate(self.layout.tensors)}
+        return {id(tensor): place for place, tensor in enumerate(self.contents.tensors)}
 
     @cached_property
     def names(self) -> list[str]:
@@ -251,7 +111,7 @@ class Layer:
             for name, value in table.items()
         )
         known = {id(value): name for name, value in held if isinstance(value, Tensor)}
-        return [known.get(id(x), f"tensor_{i}") for i, x in enumerate(self.layout.tensors)]
+        return [known.get(id(x), f"tensor_{i}") for i, x in enumerate(self.contents.tensors)]
 
     def traced(self) -> Callable[..., Any]:
         """The forward that Dynamo sees.
@@ -418,7 +278,7 @@ def ends(token: str, begin: Tensor, result: Any) -> Any:
     layer = _LAYERS[token]
     if written_by_trace() != layer.written:
         raise Refusal(f"{layer.path} writes into Python objects")
-    if looked_up_by(layer.layout.held):
+    if looked_up_by(layer.contents.held):
         raise Refusal(f"{layer.path}, or a part of it, is what something is looked up by")
     for read in {(*map(id, parts),): parts for parts in _READ[layer.begun :]}.values():
         if layer.is_told_by(read):
@@ -437,7 +297,7 @@ def again(token: str, args: Any, kwargs: Any) -> Any:
     if first.modes != _modes():
         raise Refusal(f"{layer.path} runs under other modes than {first.path}")
     written = written_by_trace()
-    if layer.layout.places(written) != first.layout.places(first.written):
+    if layer.contents.places(written) != first.contents.places(first.written):
         raise Refusal(f"the step writes into {layer.path} otherwise than into {first.path}")
     if _apart(written) != _apart(first.written):
         raise Refusal(f"the step writes into Python objects between {first.path} and {layer.path}")
@@ -455,7 +315,7 @@ def again(token: str, args: Any, kwargs: Any) -> Any:
 
 def _apart(written: dict[int, Any]) -> dict[int, Any]:
     """What is written into objects that no layer holds, such as ``context.layer = i``."""
-    held = [layer.layout.held for layer in _LAYERS.values()] if written else []
+    held = [layer.contents.held for layer in _LAYERS.values()] if written else []
     return {key: what for key, what in written.items() if not any(key in one for one in held)}
 
 
@@ -552,7 +412,7 @@ class _View:
         self._watched = [module._modules.values() for module in outside]
         self._sizes = [*map(len, self._watched)]
         self._values = [*itertools.chain.from_iterable(self._watched)]
-        self._tensors = [t for layer in self.layers for t in layer.layout.tensors]
+        self._tensors = [t for layer in self.layers for t in layer.contents.tensors]
         for module in outside:
             own = (*module._parameters.values(), *module._buffers.values())
             self._tensors += [tensor for tensor in own if tensor is not None]
@@ -586,7 +446,7 @@ class _View:
             [*map(id, models.values())] == [*map(id, self._models)]
             and [*map(len, self._watched)] == self._sizes
             and all(map(operator.is_, now, self._values))
-            and all(layer.layout.holds() for layer in self.layers)
+            and all(layer.contents.holds() for layer in self.layers)
         )
 
 
@@ -645,7 +505,7 @@ def _groups(
     share some with the policy, and run them first); each knows the first of its kind."""
     places = list(members.values())
     layers = [
-        Layer(module, f"{name}.{number}".lstrip("."), index, _Layout(module))
+        Layer(module, f"{name}.{number}".lstrip("."), index, LayerContents(module))
         for index, (number, module) in enumerate(members.items())
         if module._modules and places.count(module) == 1  # one at two places is its own equal
     ]
@@ -653,7 +513,7 @@ def _groups(
     for layer in layers:
         for first in firsts:
             shared_alike = owners[first.module] == owners[layer.module]
-            if shared_alike and first.layout.equals(layer.layout, layer.index - first.index):
+            if shared_alike and first.contents.equals(layer.contents, layer.index - first.index):
                 layer.first = first
                 break
         else:

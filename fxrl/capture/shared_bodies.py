@@ -41,7 +41,7 @@ class Lifted(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The one that the layer has now."""
-        return self.layer.layout.tensors[self.place]
+        return self.layer.contents.tensors[self.place]
 
 
 def share_bodies(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Lifted, ...]]:
@@ -164,7 +164,7 @@ class _Sharing:
         token: Any = node.args[0]
         layer = layer_of(token)
         body = self._bodies[layer.first.token]
-        for name in layer.first.layout.counters(layer.layout):
+        for name in layer.first.contents.counters(layer.contents):
             if name in self._read:
                 raise Refusal(f"{layer.first.path} reads its {name}; {layer.path} has another")
         given = _matched(layer, body.arguments, node.args[1:])
@@ -196,7 +196,7 @@ class _Sharing:
 
     def _input(self, layer: Layer, place: int, like: fx.Node) -> fx.Node:
         """An input of the outermost graph for a tensor of a layer that was not traced."""
-        tensor = layer.layout.tensors[place]
+        tensor = layer.contents.tensors[place]
         if id(tensor) not in self._inputs:
             made = fake_like(example_of(like))
             name = re.sub(r"\W+", "_", f"l_model_{layer.path}_{layer.first.names[place]}_")

@@ -1,0 +1,161 @@
+"""What a layer is made of: which layers are equal, and whether one is still what it was.
+
+Equal layers differ in nothing but the values of their tensors, and numbers that count them. What is
+compared is all that their modules hold; a step asks of each layer at every call whether it still
+holds that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+import types
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.device)
+_DIGITS = re.compile(r"\d+")
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_PLAIN_TENSORS = (Tensor, nn.Parameter)  # other classes compute with what attributes say
+
+
+class LayerContents:
+    """All that the forward of a layer can read of its modules.
+
+    Attributes:
+        facts: types, names, flags, and what tensors look like; equal for equal layers.
+        objects: what else is met, such as hooks and settings; the same ones in equal layers.
+        numbers: attribute and value of each number in an integer or a text, which may count layers.
+        tensors: parameters, buffers and other tensors, each once.
+        held: all modules, containers and objects with tensors by their ids; equal parts of equal
+            layers have one place.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.numbers: list[tuple[str, int]] = []
+        self.objects: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.held: dict[int, int] = {}
+        self._watched: list[Any] = []  # containers, of dicts their values
+        self._empty: list[Any] = []
+        self._owners: list[Any] = []  # of attributes, whose class may become another
+        self._kind = type(layer)
+        self._forward: Any = self._kind.forward  # a library may put another in its place
+        self.facts = self._forward, self._fact("", layer)
+        self._sizes = [*map(len, self._watched)]
+        self._values = [*itertools.chain.from_iterable(self._watched)]
+        self._looks = [*map(_look, self.tensors)]
+        self._kinds = [*map(type, self._owners)]
+
+    def holds(self) -> bool:
+        """Whether the layer's modules still hold what they held, and the tensors look the same.
+
+        Asked at every call of the step of some two thousand values a layer, so without Python code
+        for each.
+        """
+        now = itertools.chain.from_iterable(self._watched)
+        return (
+            self._kind.forward is self._forward
+            and not any(self._empty)
+            and [*map(len, self._watched)] == self._sizes
+            and all(map(operator.is_, now, self._values))
+            and [*map(_look, self.tensors)] == self._looks
+            and [*map(type, self._owners)] == self._kinds
+        )
+
+    def equals(self, other: LayerContents, steps: int) -> bool:
+        """Whether a layer ``steps`` further on computes the same, but for what numbers do."""
+        return self.is_like(other) and all(
+            name == its_name and its - mine in (0, steps)
+            for (name, mine), (its_name, its) in zip(self.numbers, other.numbers, strict=True)
+        )
+
+    def forget(self) -> None:
+        """Hold nothing any more, but know what there was."""
+        kept = (self.tensors, self.objects, self._watched, self._values, self._empty, self._owners)
+        for held in kept:
+            held.clear()
+        self.held.clear()
+
+    def is_like(self, other: LayerContents) -> bool:
+        """Whether the facts are equal, and the objects the same."""
+        same = [*map(id, self.objects)] == [*map(id, other.objects)]
+        return same and self.facts == other.facts
+
+    def places(self, found: dict[int, Any]) -> dict[int, Any]:
+        """What was found of the layer's modules and containers, by place."""
+        return {self.held[key]: what for key, what in found.items() if key in self.held}
+
+    def counters(self, other: LayerContents) -> set[str]:
+        """Names of the numbers that differ."""
+        pairs = zip(self.numbers, other.numbers, strict=True)
+        return {mine[0] for mine, its in pairs if mine != its}
+
+    def _fact(self, name: str, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if type(value) in (int, str):  # 3, or "model.layers.3"
+            self.numbers += [(name, int(digits)) for digits in _DIGITS.findall(str(value))]
+            return type(value), _DIGITS.sub("#", str(value))
+        if isinstance(value, (Tensor, nn.Module, *_CONTAINERS)) or _holds_tensors(value):
+            return self._part(name, value)
+        if isinstance(value, types.MethodType):
+            return "method", value.__func__, self._fact(name, value.__self__)
+        if isinstance(value, partial):
+            parts = (value.func, value.args, value.keywords)
+            return "partial", *(self._fact(name, part) for part in parts)
+        self.objects.append(value)
+        return "object", type(value)
+
+    def _part(self, name: str, value: Any) -> Any:
+        """A part that may be met again, which says its place."""
+        place = len(self.held)
+        if id(value) in self.held:
+            return "again", self.held[id(value)]
+        self.held[id(value)] = place
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            own = () if type(value) in _PLAIN_TENSORS else self._attributes(value)
+            return type(value), *_look(value), value.stride(), *own
+        if not isinstance(value, _CONTAINERS):
+            return type(value), *self._attributes(value)
+        if not value:
+            self._empty.append(value)
+            return type(value), place
+        if isinstance(value, dict):
+            self._watched.append(value.values())
+            pairs = ((self._fact(name, k), self._fact(str(k), v)) for k, v in value.items())
+            return type(value), *pairs
+        if not isinstance(value, (tuple, frozenset)):
+            self._watched.append(value)
+        return type(value), *(self._fact(name, item) for item in value)
+
+    def _attributes(self, value: Any) -> Iterator[Any]:
+        self.held[id(value.__dict__)] = len(self.held)
+        self._watched.append(value.__dict__.values())
+        self._owners.append(value)
+        return ((k, self._fact(k, v)) for k, v in value.__dict__.items())
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is attributes and nothing else, with tensors among them, as what bitsandbytes
+    keeps of a weight's scales is: a part of a layer, of which each has one of its own. What has a
+    lock or a stream among them runs by itself, and its attributes change as it does."""
+    kind: Any = type(value)
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    if kind.__new__ is not object.__new__ or slots or not hasattr(value, "__dict__"):
+        return False
+    held = value.__dict__.values()
+    return any(isinstance(one, Tensor) for one in held) and all(
+        isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
+        for one in held
+    )
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
