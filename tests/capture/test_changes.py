@@ -138,6 +138,13 @@ def written_and_read() -> float:
     return float(first + 10 * second)
 
 
+def later() -> float:
+    try:
+        return made.added
+    except AttributeError:
+        return 2.0
+
+
 class Base:
     factor = 1.0
 
@@ -149,6 +156,7 @@ class Derived(Base):
     zero = 0.0
     order = OrderedDict(a=1.0, b=2.0)
     key = Key(0)
+    added: float
 
     def method(self) -> float:
         return 1.0
@@ -171,6 +179,7 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
         lambda: numbers["a"],
         lambda: numbers.__setitem__("a", 3.0),
     ),
+    "an attribute that was missing": (later, lambda: setattr(made, "added", 4.0)),
     "an environment": (
         lambda: float(os.getenv("FXRL_TESTED", "2")),
         lambda: os.environ.__setitem__("FXRL_TESTED", "7"),

@@ -14,20 +14,21 @@ what its base has.
 from __future__ import annotations
 
 import dis
-import inspect
 import logging
 import operator
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
+from inspect import getattr_static, signature
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.exc import (
+    ObservedAttributeError,
     raise_observed_exception,  # what traced code would raise here, for it to catch
     unimplemented,  # ends the graph
 )
@@ -67,6 +68,7 @@ _call_module = UnspecializedNNModuleVariable.call_function
 _GETATTR = next(name for name in GETATTRS if hasattr(UnspecializedNNModuleVariable, name))
 _attribute_of_module: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
 _attribute_of_object: Any = vars(UserDefinedObjectVariable).get(_GETATTR)
+_HASATTR_BY_NAME = "attr" in signature(GuardBuilder.HASATTR).parameters  # not in torch 2.11
 _build_variable = VariableBuilder.__call__
 _tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator
 _is_equal: Any = getattr(UserDefinedObjectVariable, "is_python_equal", None)  # None from 2.15 on
@@ -132,7 +134,21 @@ _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjec
 
 def _module_attribute(self: Any, tx: Any, name: str) -> Any:
     has_read(self.value)
-    return _attribute_of_module(self, tx, name)
+    with _missing_until_found(self.source, name):
+        return _attribute_of_module(self, tx, name)
+
+
+@contextmanager
+def _missing_until_found(source: Source | None, name: str) -> Iterator[None]:
+    """An attribute that is missing is guarded to be, where an AttributeError tells so, too."""
+    try:
+        yield
+    except ObservedAttributeError:
+        if source is not None and _HASATTR_BY_NAME:
+            install_guard(source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
+        elif source is not None:
+            install_guard(AttrSource(source, name).make_guard(GuardBuilder.HASATTR))
+        raise
 
 
 def _object_attribute(self: Any, tx: Any, name: str) -> Any:
@@ -150,7 +166,8 @@ def _object_attribute(self: Any, tx: Any, name: str) -> Any:
         return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
     configuration = _kind_of_configuration()
     if not isinstance(self.value, configuration):
-        return _attribute_of_object(self, tx, name)
+        with _missing_until_found(self.source, name):
+            return _attribute_of_object(self, tx, name)
     return _said_by(self, tx, name, configuration)
 
 
@@ -243,7 +260,7 @@ def _found_in_class(walk: Callable[..., Source]) -> Callable[..., Source]:
             absent = TypeDictSource(source).make_guard(partial(_NOT_IN, key=name))
             install_guard(absent)
         found = walk(self, *args)
-        if isinstance(inspect.getattr_static(kind, name, None), (FunctionType, classmethod)):
+        if isinstance(getattr_static(kind, name, None), (FunctionType, classmethod)):
             install_guard(found.make_guard(GuardBuilder.ID_MATCH))
         return found
 
