@@ -63,7 +63,6 @@ _SETTINGS: dict[str, Any] = {
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
     "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() leaves a module's dicts
     "use_numpy_random_stream": True,  # NumPy's own numbers, at which the graph ends; not torch's
-    "allow_unspec_int_on_nn_module": True,  # a module may count, and its steps not differ
     "fake_tensor_cache_enabled": False,  # with sizes that vary a found entry is dearer than the op
     "use_lamba_guard_for_object_aliasing": True,  # torch 2.15 would not ask ``a is not b`` else
 }

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fxrl
+from fxrl.ir.graph import inputs_of
 from tests.capture.test_repeated import CONFIG, ONE, batch, check, make, once
 from tests.rows import rows
 
@@ -115,3 +116,14 @@ def test_a_weight_that_peft_would_wake_is_woken():
             if its.grad is not None:
                 torch.testing.assert_close(mine.grad, its.grad, rtol=1e-9, atol=1e-11)
     assert any("requires_grad" in remark.reason for remark in step.report.remarks)
+
+
+def test_an_adapter_that_is_off_later_is_multiplied_by_nothing():
+    model = adapted()
+    step = fxrl.optimize(model, lambda model, given: -logps(model, given).mean(), CONFIG)
+    step(ONE)
+    with model.disable_adapter(), torch.no_grad():
+        step(ONE)
+    assert len(step.captures) == 2
+    inputs = [node.name for node in inputs_of(step.captures[1].lowered.graph)]
+    assert not any("scaling" in name for name in inputs)  # it is 0, a constant
