@@ -28,7 +28,7 @@ T = TypeVar("T")
 REST = {"rest": True}
 """Field metadata: this mapping takes the keys of its table that no other field names."""
 COUNTED = {"counted": True}
-"""Field metadata: written down by number of entries and hash, not whole."""
+"""Field metadata: written down by its number of entries, not whole."""
 
 
 def keys_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
