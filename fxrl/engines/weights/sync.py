@@ -222,17 +222,20 @@ class WeightSync:
     def _write_mirrors(self, model: nn.Module) -> None:
         """Rounds the model's values into the engine's tensors.
 
-        NOTE [Why by chance under an adapter alone]: fp32 weights are multiplied by under autocast,
-        which rounds them to the nearest, so that these are the trainer's own bit for bit. Rounded
-        by chance, all of them would be others: the drift of 20 steps of SmolLM2 was 0.41 nat
-        instead of 0.046 (bench/results/drift_rounding_smollm2_h200.json). What an adapter adds is
-        rounded nowhere in the trainer; see ``ops.dithered``.
+        NOTE [Why by chance what an adapter adds, alone]: fp32 weights are multiplied by under
+        autocast, which rounds them to the nearest, so that these are the trainer's own bit for bit.
+        Rounded by chance, all of them would be others: the drift of 20 steps of SmolLM2 was 0.41
+        nat instead of 0.046 (bench/results/drift_rounding_smollm2_h200.json). What an adapter adds
+        is rounded nowhere in the trainer; see ``ops.dithered``.
         """
-        adapted = self._adapted(model)
+        bases = {f"{site.name}.weight": site.weight for site in adapted_layers(model)}
         for name, value in merged_weights(model):
-            if (mirror := self._mirrors.get(name)) is not None:
-                by_chance = name in adapted
-                mirror.copy_(dithered(value, mirror.dtype, seed_of(name)) if by_chance else value)
+            if (mirror := self._mirrors.get(name)) is None:
+                continue
+            if (base := bases.get(name)) is not None:
+                wanted = base.to(mirror.dtype) + (value - base)
+                value = dithered(wanted, mirror.dtype, seed_of(name))
+            mirror.copy_(value)
 
 
 def _why_not(check: Callable[[], object]) -> str:

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from fxrl.engines.weights.lora.sites import Merge, lora_sites, merge_reference
+from fxrl.engines.weights.lora.sites import lora_sites
 from fxrl.engines.weights.share.binder import share
 from fxrl.engines.weights.sync import RouteError, WeightSync
 from fxrl.models import lora
-from fxrl.ops.dithered import dithered, seed_of
 from tests.engines.weights.share.fake_vllm import checkpoint, fake_vllm
 from tests.engines.weights.test_sync import Engine, move_adapter
 
@@ -58,27 +57,32 @@ def test_an_optimizer_step_reaches_the_engine_at_the_update(tmp_path):
     assert not engine.weights
 
 
-def test_an_adapter_is_merged_in_the_trainers_dtype_and_rounded_once(tmp_path):
+def test_an_adapter_is_added_to_what_autocast_multiplies_by_and_rounded_by_chance(tmp_path):
+    torch.manual_seed(0)
     fake, base, _, sync, engine = made(tmp_path)
+    with torch.no_grad():
+        for weight in qkv(base):  # as of a checkpoint of fp32 weights
+            weight.add_(torch.randn_like(weight) * 1e-3)
     own = [p.detach().clone() for p in qkv(base)]
+    nearest = torch.cat(own).bfloat16()
+    assert not torch.equal(nearest.float(), torch.cat(own))
     model = lora(base, r=4, alpha=6, seed=0).eval()
-    move_adapter(model)
     sync.attach(model)
     assert sync.way == "mirror"
     with sync.rollout():
         pass
+    assert torch.equal(parts(fake), nearest)  # B is zero yet
+    move_adapter(model, 1e-3)
+    sync.update(lora=True)
     sites = {site.name: site for site in lora_sites(model)}
     shards = [sites[f"model.layers.0.self_attn.{name}_proj"] for name in "qkv"]
-    merged = []
-    for site in shards:
-        weight = site.weight.clone()
-        merge_reference(Merge(weight, tuple(site.factors())))
-        merged.append(weight)
-    wanted = [
-        dithered(w, torch.bfloat16, seed_of(f"{site.name}.weight"))
-        for w, site in zip(merged, shards, strict=True)
-    ]
-    assert torch.equal(parts(fake), torch.cat(wanted))
+    pairs = [shard.factors()[0] for shard in shards]
+    added = torch.cat([f.scaling * f.b.double() @ f.a.double() for f in pairs])
+    found = parts(fake).double() - nearest.double()
+    unit = torch.finfo(torch.bfloat16).eps * nearest.double().abs().log2().floor().exp2()
+    assert ((found - added).abs() <= 2.01 * unit).all()  # twice as far above a power of two
+    share = float((found * added).sum() / added.square().sum())
+    assert abs(share - 1) < 4 * float((found - added).std() / added.norm()) < 0.4
     assert all(torch.equal(w, s.weight) for w, s in zip(own, shards, strict=True))  # unchanged
     assert not engine.weights
 
