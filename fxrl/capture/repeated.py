@@ -57,7 +57,7 @@ class Layer:
         self.written: dict[int, Any] = {}
         self.fed: list[bool] = []  # which of its arguments' tensors were traced with a gradient
         self.begun = 0  # how many of ``_READ`` there were
-        self.token = f"#{next(_TOKENS)}"  # a text stays one, where a number that differs varies
+        self.token = next(_TOKENS)
         _LAYERS[self.token] = self
 
     def is_as(self, its: Layer) -> bool:
@@ -182,7 +182,7 @@ def marked(module: nn.Module) -> Layer | None:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BY_FORWARD: WeakKeyDictionary[Any, Layer] = WeakKeyDictionary()
 _TOKENS = itertools.count()
-_LAYERS: WeakValueDictionary[str, Layer] = WeakValueDictionary()
+_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
 
 
 _READ: list[tuple[Any, ...]] = []
@@ -194,7 +194,7 @@ def has_read(*parts: Any) -> None:
     _READ.append(parts)
 
 
-def layer_of(token: str) -> Layer:
+def layer_of(token: int) -> Layer:
     """The layer whose marks have this token."""
     return _LAYERS[token]
 
@@ -230,7 +230,7 @@ def _is_empty(cache: Any, index: int) -> bool:
 
 
 def _trace_first(
-    token: str, feed: Callable[[Any], Any], original: Any, args: Any, kwargs: Any, told: Any
+    token: int, feed: Callable[[Any], Any], original: Any, args: Any, kwargs: Any, told: Any
 ) -> Any:
     begin = begins(token, args, told)
     fed = {name: feed(value) for name, value in kwargs.items()}
@@ -249,12 +249,12 @@ def _is_starved(value: Tensor) -> bool:
     return torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad
 
 
-def _trace_again(token: str, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
+def _trace_again(token: int, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
     return again(token, args, told)
 
 
 @in_graph
-def begins(token: str, args: Any, kwargs: Any) -> Tensor:
+def begins(token: int, args: Any, kwargs: Any) -> Tensor:
     """Here the calls of a first layer begin; the arguments are what they were given."""
     layer = _LAYERS[token]
     layer.written, layer.modes, layer.begun = written_by_trace(), _modes(), len(_READ)
@@ -273,7 +273,7 @@ def feeds(value: Tensor) -> Tensor:
 
 
 @in_graph
-def ends(token: str, begin: Tensor, result: Any) -> Any:
+def ends(token: int, begin: Tensor, result: Any) -> Any:
     """Here they end, with their result."""
     layer = _LAYERS[token]
     if written_by_trace() != layer.written:
@@ -288,7 +288,7 @@ def ends(token: str, begin: Tensor, result: Any) -> Any:
 
 
 @in_graph
-def again(token: str, args: Any, kwargs: Any) -> Any:
+def again(token: int, args: Any, kwargs: Any) -> Any:
     """An equal layer's call, with other arguments; gives what looks like the first one's result."""
     layer = _LAYERS[token]
     first = layer.first

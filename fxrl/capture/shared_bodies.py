@@ -118,7 +118,7 @@ class _Sharing:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._graph = gm.graph
-        self._bodies: dict[str, _Body] = {}  # the last one of each first layer
+        self._bodies: dict[int, _Body] = {}  # the last one of each first layer
         self._inputs: dict[int, fx.Node] = {}  # by the id of the tensor
         for node in inputs_of(gm.graph):
             example = getattr(node.meta.get("grapharg"), "example", None)

@@ -1,6 +1,6 @@
 """Numbers rounded to 16 bits up or down by chance, so that on average they are what they were.
 
-NOTE [Why a sampler's weights are rounded by chance]: an update changes a weight by less than half
+NOTE [Why adapted weights are rounded by chance]: an update changes a weight by less than half
 the distance of two bf16 numbers, for many updates on end. Rounded to the nearest, W + delta W is W
 again, the sampler draws from a policy of some steps ago, and nothing shows it but the drift. One
 update of SmolLM2-135M (LoRA r=16, learning rate 3e-4): a fifth of its change was left, as projected

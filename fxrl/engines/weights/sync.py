@@ -117,7 +117,7 @@ class WeightSync:
         elif (
             is_shared
             and route is None
-            and self._adapted(model) <= self._mirrors.keys()
+            and self._adapted(model).keys() <= self._mirrors.keys()
             and not why_not_mergeable(model)
         ):
             self.way = "mirror"
@@ -174,12 +174,12 @@ class WeightSync:
         merges = {site.name: Merge.of(site) for site in lora_sites(model)}
         if why := why_lost(merges, zero_too=True):
             return why
-        apart = sorted(self._adapted(model) & self._copied)
+        apart = sorted(self._adapted(model).keys() & self._copied)
         return f"{len(apart)} adapted weights are not shared ({apart[0]}, ...)" if apart else ""
 
-    def _adapted(self, model: nn.Module) -> set[str]:
-        """Names of the weights that an adapter changes."""
-        return {f"{site.name}.weight" for site in adapted_layers(model)}
+    def _adapted(self, model: nn.Module) -> dict[str, LoraSite]:
+        """Where an adapter changes a weight, by the weight's name."""
+        return {f"{site.name}.weight": site for site in adapted_layers(model)}
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -228,11 +228,12 @@ class WeightSync:
         nat instead of 0.046 (bench/results/drift_rounding_smollm2_h200.json). What an adapter adds
         is rounded nowhere in the trainer; see ``ops.dithered``.
         """
-        bases = {f"{site.name}.weight": site.weight for site in adapted_layers(model)}
+        adapted = self._adapted(model)
         for name, value in merged_weights(model):
             if (mirror := self._mirrors.get(name)) is None:
                 continue
-            if (base := bases.get(name)) is not None:
+            if name in adapted:
+                base = adapted[name].weight
                 wanted = base.to(mirror.dtype) + (value - base)
                 value = dithered(wanted, mirror.dtype, seed_of(name))
             mirror.copy_(value)
