@@ -190,7 +190,8 @@ def test_layers_that_check_stay_one_body(compiled, monkeypatch):
     passes = ("restore-causal-attention", "outline-layers", "recompute", "fuse-linear-logprob")
     config = dataclasses.replace(CONFIG, compile_regions=compiled, passes=passes)
     step, batch = optimize(model, loss_fn, config), fixed(make_batch())
-    assert_matches_eager(step, loss_fn, model, batch, 1e-6)
+    # Qwen3's norms are computed in float32, which a kernel sums in the order of its vectors.
+    assert_matches_eager(step, loss_fn, model, batch, 1e-5 if compiled else 1e-10)
     (remark,) = (r for r in step.report.of_kind("applied") if r.pass_name == "outline-layers")
     assert "3 calls of 1 compiled body" in remark.reason
     with torch.no_grad():
