@@ -351,7 +351,8 @@ def quantize(model: nn.Module, format: Asked) -> nn.Module:
 
     A layer's weight in more goes as soon as its values are made. Embeddings and the output layer
     stay where nobody asks for them, and so does what is trained. ``load_model`` does it while it
-    reads.
+    reads. The configuration of a model of transformers says it from then on, so that
+    ``save_pretrained`` writes a checkpoint that is read again as it is.
 
     Args:
         model: changed in place; as it was where this raises.
@@ -365,15 +366,15 @@ def quantize(model: nn.Module, format: Asked) -> nn.Module:
     while chosen:  # nothing else has a weight in full when it is gone
         one = chosen.pop()
         how.put(model, one, one.weight.detach())
+    note_format(model, how)
     return model
 
 
 def in_bits(model: nn.Module, how: Quantization) -> nn.Module:
-    """A model that was made whole, its weights in so few bits, and its configuration saying so."""
+    """A model that was made whole, its weights in so few bits."""
     for one in how.chosen(model, trained=True):
         one.weight.requires_grad_(False)
-    note_format(quantize(model, how), how)
-    return model
+    return quantize(model, how)
 
 
 # ---------------------------------------------------------------------------- from a checkpoint
@@ -499,9 +500,11 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 def note_format(model: Any, how: Quantization) -> None:
     """Writes into the configuration of a model that is quantised here what ``save_pretrained``
-    shall say of its weights."""
-    config = getattr(model, "config", None)
-    if stored_format(quantization_of(config)) is None:
-        wide = [path for path, module in model.named_modules() if type(module) is nn.Linear]
-        made = config_of(how.format, how.recipe, wide, embeddings=how.embeddings)
-        model.config.quantization_config = made
+    shall say of its weights; of one under adapters, as its layers are called without them."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(model, "save_pretrained") or stored_format(quantization_of(model.config)):
+        return
+    wide = [path for path, module in model.named_modules() if type(module) is nn.Linear]
+    wide = [path.removesuffix(".base_layer") for path in wide]
+    made = config_of(how.format, how.recipe, wide, embeddings=how.embeddings)
+    model.config.quantization_config = made

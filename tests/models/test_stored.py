@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fxrl.models import ModelError, Quantization, QuantizedLinear, load_model, lora
+from fxrl.models import ModelError, Quantization, QuantizedLinear, load_model, lora, quantize
 from fxrl.models.stored import read_stored
 from fxrl.ops import dequantized as dequantized_op
 from fxrl.ops.dequantized import FORMATS, NF4, quantized, widened
@@ -272,6 +272,21 @@ def test_what_is_quantised_here_is_saved_and_read_again(wide, tmp_path, format):
     again, _ = load_model(tmp_path)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     again.load_state_dict(model.state_dict())
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_that_its_owner_quantised_is_saved_and_read_again(wide, tmp_path, adapted):
+    model, tokenizer = load_model(wide)
+    model.requires_grad_(False)
+    held = lora(model, r=2, seed=0) if adapted else model
+    quantize(held, Quantization("fp8", skip=("layers.0",)))
+    model = held.unload() if adapted else model
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, _ = load_model(tmp_path)
+    assert type(again.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    assert type(again.model.layers[1].self_attn.q_proj) is QuantizedLinear
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
