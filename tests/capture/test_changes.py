@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import pickle
+import sys
+from abc import ABC
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -74,6 +77,9 @@ CHANGES: dict[str, Callable[[Mixer], Any]] = {
     "frozen": lambda m: m.mix.weight.requires_grad_(False),
     "another parameter": lambda m: setattr(m.mix, "weight", nn.Parameter(m.mix.weight * 2)),
     "another module": swap,
+    "swapped for another": lambda m: torch.utils.swap_tensors(
+        m.embed.weight, nn.Parameter(m.embed.weight.detach() * 2)
+    ),
     "untied": lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach().clone())),
 }
 
@@ -114,6 +120,39 @@ def test_what_stands_for_a_function_of_torch_is_applied_once(monkeypatch: Any, t
         monkeypatch.setattr(F, "cross_entropy", scaled(by))
         assert_matches_eager(step, loss, model, batch)
     assert fused(step)
+
+
+def methods_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return policy_loss(model, batch).exp() * batch["mask"].sum()
+
+
+@pytest.mark.parametrize("name", ["sum", "exp", "gather", "__mul__"])
+def test_a_method_of_tensors_that_the_user_replaces_is_called(monkeypatch: Any, name: str) -> None:
+    model, batch, own = make_model(), fixed(make_batch()), getattr(torch.Tensor, name)
+    step = optimize(model, methods_loss, QUIET)
+    assert_matches_eager(step, methods_loss, model, batch)
+    for by in (2.0, 3.0):
+        with monkeypatch.context() as replaced:
+            replaced.setattr(
+                torch.Tensor, name, lambda x, *args, by=by: torch.mul(own(x, *args), by)
+            )
+            assert_matches_eager(step, methods_loss, model, batch)
+    assert f"torch.Tensor.{name} is not torch's own" in step.report.of_kind("missed")[0].reason
+    before = captures(step)
+    assert_matches_eager(step, methods_loss, model, batch)
+    assert captures(step) == before == 1
+
+
+def test_a_function_that_one_of_torch_calls_may_become_another(monkeypatch: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch["ids"])
+        return F.layer_norm(logits, logits.shape[-1:]).square().max()
+
+    model, batch, own = make_model(), fixed(make_batch()), torch.layer_norm
+    step = optimize(model, loss, QUIET)
+    for by in (1.0, 2.0):
+        monkeypatch.setattr(torch, "layer_norm", lambda *args, by=by: own(*args) * by)
+        assert_matches_eager(step, loss, model, batch)
 
 
 class Key:
@@ -162,7 +201,17 @@ class Derived(Base):
         return 1.0
 
 
+class Making:
+    def __getattr__(self, name: str) -> float:
+        return 2.0
+
+
+class Kind(ABC):  # noqa: B024  # it is asked for what was registered alone
+    pass
+
+
 made = Derived()
+making = Making()
 numbers = ChainMap({}, {"a": 2.0})
 
 STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
@@ -189,6 +238,18 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
         lambda: Derived().method() * made.method(),
         lambda: setattr(Derived, "method", lambda _: 3.0),
     ),
+    "an attribute that is made": (
+        lambda: making.any,
+        lambda: setattr(Making, "__getattr__", lambda *_: 3.0),
+    ),
+    "an instance of what is registered": (
+        lambda: 2.0 if isinstance(making, Kind) else 1.0,
+        lambda: Kind.register(Making),
+    ),
+    "a class that is registered": (
+        lambda: 2.0 if issubclass(Derived, (int, Kind)) else 1.0,
+        lambda: Kind.register(Derived),
+    ),
     "a class's own": (lambda: Derived().factor, lambda: setattr(Derived, "factor", 5.0)),
 }
 
@@ -212,6 +273,58 @@ def test_what_python_holds_may_change(monkeypatch: Any) -> None:
         assert read() != before
         assert_matches_eager(step, loss, model, batch)
     assert fused(step)
+
+
+scale = 1.0
+
+
+class Caching:
+    """Functions that are asked once; one forgets what it said for another argument."""
+
+    def __init__(self) -> None:
+        self.width = 2.0
+        self.of_number = functools.cache(lambda n: n * scale)
+        self.of_one = functools.lru_cache(maxsize=1)(lambda n: n * scale)
+        self.tensor = functools.cache(lambda: torch.tensor(scale, dtype=torch.float64))
+        self.seen = functools.cache(lambda: [scale])
+
+    @functools.cache  # noqa: B019
+    def method(self) -> float:
+        return self.width * scale
+
+
+def caching_loss(model: nn.Module, batch: Any, said: Caching) -> torch.Tensor:
+    said.seen().append(2.0)
+    numbers = said.of_number(2) + said.of_number(n=3) + said.method() + len(said.seen())
+    return policy_loss(model, batch) * said.tensor() * numbers * said.of_one(2) * said.of_one(3)
+
+
+def test_a_cache_says_what_it_has(monkeypatch: Any) -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    said, wanted = Caching(), Caching()
+    step = optimize(model, partial(caching_loss, said=said), CONFIG)
+    for number in (1.0, 2.0, 3.0):
+        monkeypatch.setattr(sys.modules[__name__], "scale", number)
+        if number == 3.0:
+            for one in (said, wanted):
+                one.of_number.cache_clear()
+                one.tensor.cache_clear()
+        assert_same(step(batch), caching_loss(model, batch, wanted))
+    assert fused(step)
+
+
+def test_what_a_cache_says_of_what_is_known_is_captured_once(monkeypatch: Any) -> None:
+    said = functools.cache(lambda n: n * scale)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return policy_loss(model, batch) * said(2)
+
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    step = optimize(model, loss, CONFIG)
+    for number in (1.0, 2.0, 3.0):
+        monkeypatch.setattr(sys.modules[__name__], "scale", number)
+        assert_matches_eager(step, loss, model, batch)
+    assert captures(step) == 1
 
 
 Kept = defaultdict[str, list[Any]]

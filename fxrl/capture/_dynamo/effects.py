@@ -43,6 +43,8 @@ from torch._dynamo.variables.misc import (
 from torch.utils.checkpoint import checkpoint_sequential
 
 from fxrl.capture._dynamo.ends import callers
+from fxrl.capture._dynamo.objects import guard_that
+from fxrl.capture._torch import functions_stay
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.segments import in_segments
@@ -111,6 +113,7 @@ def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) ->
 def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
     self.is_traced = True
+    guard_that(tx, functions_stay())
     return _end_graph(self, tx, *args, **kwargs)
 
 

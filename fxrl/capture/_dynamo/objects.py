@@ -18,6 +18,7 @@ import logging
 import operator
 import os
 import sys
+from abc import ABCMeta, get_cache_token
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,10 +34,11 @@ from torch._dynamo.exc import (
     unimplemented,  # ends the graph
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, TypeDictSource
+from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource, TypeDictSource
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
+    LazyVariableTracker,
     SymNodeVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
@@ -55,6 +57,7 @@ from torch._dynamo.variables.nn_module import (
     unpatched_nn_module_call_impl,
 )
 from torch._guards import Guard, Source
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fxrl.capture._torch import GETATTRS, global_hooks
@@ -64,11 +67,13 @@ from fxrl.ir.graph import hint
 
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
+_is_subclass = BuiltinVariable.call_issubclass
 _call_module = UnspecializedNNModuleVariable.call_function
 _GETATTR = next(name for name in GETATTRS if hasattr(UnspecializedNNModuleVariable, name))
 _attribute_of_module: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
 _attribute_of_object: Any = vars(UserDefinedObjectVariable).get(_GETATTR)
 _HASATTR_BY_NAME = "attr" in signature(GuardBuilder.HASATTR).parameters  # not in torch 2.11
+_find_getattr: Any = vars(UserDefinedObjectVariable).get("_check_for_getattr")
 _build_variable = VariableBuilder.__call__
 _tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator
 _is_equal: Any = getattr(UserDefinedObjectVariable, "is_python_equal", None)  # None from 2.15 on
@@ -127,6 +132,11 @@ def _guard(code: Callable[..., str], source: Source, *others: Source) -> None:
         builder.object_aliasing_guard_codes.append((holds, holds))
 
     install_guard(source.make_guard(hold))
+
+
+def guard_that(tx: Any, holds: Callable[[], bool]) -> None:
+    """Guard something that is asked of no source."""
+    _guard(lambda own: f"{own}()", GlobalSource(tx.output.install_global("fxrl_holds", holds)))
 
 
 _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjectVariable
@@ -230,6 +240,19 @@ def _global_of(self: Any, name: str) -> tuple[Any, Any, Source]:
     return (*found, source.base if self.f_globals.get(name) is os.environ else source)
 
 
+def _globals(self: Any, tx: Any) -> Any:
+    """``globals()``, to be read: where the graph would end at it in a function that is called, code
+    would ask for those of the outermost one. A write ends the graph."""
+    source = GlobalSource(tx.output.install_global_by_id("fxrl_globals", tx.f_globals))
+    items = {
+        ConstantVariable.create(name): LazyVariableTracker.create(
+            value, source=DictGetItemSource(source, name)
+        )
+        for name, value in tx.f_globals.items()
+    }
+    return ConstDictVariable(items, source=source)
+
+
 def _equals(self: Any, other: Any) -> bool:
     """Keys of dicts and sets that say themselves what they equal are asked: Dynamo goes by
     identity."""
@@ -265,6 +288,21 @@ def _found_in_class(walk: Callable[..., Source]) -> Callable[..., Source]:
         return found
 
     return walk_mro
+
+
+def _getattr_of_class(self: Any) -> Any:
+    """A ``__getattr__`` is the one that it is until the class has another."""
+    kind, found = type(self.value), _find_getattr(self)
+    output = _tracer.current_tx().output
+    known = vars(output).setdefault("_guarded_getattrs", set())
+    if (
+        isinstance(found, FunctionType)
+        and found is not torch.nn.Module.__getattr__
+        and kind not in known
+    ):
+        known.add(kind)
+        guard_that(output.root_tx, lambda: getattr_static(kind, "__getattr__", None) is found)
+    return found
 
 
 def _holder(source: Any, root: Any) -> Any:
@@ -319,6 +357,7 @@ def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
     tensor, so that what is read of its sizes is guarded, and one on ``meta`` of the real one's
     class; the graph ends where they differ, or where values are read, which neither has.
     """
+    _by_registry(tx, arg, kind)
     kinds = kind.as_python_constant() if isinstance(arg, TensorVariable) else ()
     if not any(map(_says_itself, kinds if isinstance(kinds, tuple) else (kinds,))):
         return _is_instance(self, tx, arg, kind)
@@ -334,6 +373,34 @@ def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
     if len(answers) > 1 or own not in (torch.Tensor, torch.nn.Parameter):
         _end_here(f"whether {own.__name__} is one of {kinds} is known when it runs")
     return ConstantVariable.create(answers.pop())
+
+
+def _issubclass(self: Any, tx: Any, kind: Any, base: Any) -> Any:
+    made = _is_subclass(self, tx, kind, base)
+    _by_registry(tx, kind, base)
+    return made
+
+
+def _by_registry(tx: Any, given: Any, base: Any) -> None:
+    """An abstract base class has for subclasses what has been registered for one by now."""
+    with suppress(Exception):  # what is no class raises where it is asked
+        kinds = base.as_python_constant()
+        if not any(
+            isinstance(one, ABCMeta)
+            for one in pytree.tree_leaves(getattr(kinds, "__args__", kinds))
+        ):
+            return
+        kind = given.value if isinstance(given, UserDefinedClassVariable) else given.python_type()
+        asked = vars(tx.output).setdefault("_asked_of_registries", {})
+        if not asked:
+            guard_that(tx, partial(_registered_as_then, get_cache_token(), asked))
+        asked[kind, kinds] = issubclass(kind, kinds)
+
+
+def _registered_as_then(token: object, asked: dict[Any, bool]) -> bool:
+    return get_cache_token() == token or all(
+        issubclass(*pair) is answer for pair, answer in asked.items()
+    )
 
 
 def _end_here(why: str) -> NoReturn:
@@ -422,6 +489,8 @@ HANDLERS = {
 REPLACED: list[tuple[Any, str, Any]] = [
     (UserDefinedClassVariable, "call_function", _instance),
     (BuiltinVariable, "call_isinstance", _isinstance),
+    (BuiltinVariable, "call_issubclass", _issubclass),
+    (BuiltinVariable, "call_globals", _globals),
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
@@ -440,5 +509,7 @@ if _is_equal is not None:
     REPLACED.append((UserDefinedObjectVariable, "is_python_equal", _equals))
 if _attribute_of_object is not None:
     REPLACED.append((UserDefinedObjectVariable, _GETATTR, _object_attribute))
+if _find_getattr is not None:
+    REPLACED.append((UserDefinedObjectVariable, "_check_for_getattr", _getattr_of_class))
 if not _KNOWS_NAMESPACES:
     UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
