@@ -467,7 +467,8 @@ def dynamo_settings(changes: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 class Variation:
-    """What has varied between the calls of one step: Dynamo makes symbols of it.
+    """What has varied between the calls of one step, or what a step writes: Dynamo makes symbols of
+    it.
 
     NOTE [Why not Dynamo's own account]: it is the process's, and kept by the code that is traced. A
     float of a library's layer that differs between two models (an ``eps``, a scale) would be a
@@ -476,6 +477,17 @@ class Variation:
 
     def __init__(self) -> None:
         self._seen: Any = defaultdict(pgo.CodeState)
+        self._written: set[tuple[str, Any]] = set()
 
-    def accounted(self) -> AbstractContextManager[None]:
-        return swapped(pgo, _CODE_STATE=self._seen)
+    @contextmanager
+    def accounted(self) -> Iterator[None]:
+        with swapped(pgo, _CODE_STATE=self._seen):
+            places_written.append(self._written)
+            try:
+                yield
+            finally:
+                places_written.pop()
+
+
+#: Of the step that runs, where its graphs write numbers: objects' sources, and names or keys.
+places_written: list[set[tuple[str, Any]]] = []

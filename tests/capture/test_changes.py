@@ -33,6 +33,7 @@ from tests.capture.mixer import (
     fused,
     make_batch,
     make_model,
+    outcome,
     policy_loss,
 )
 
@@ -86,6 +87,10 @@ CHANGES: dict[str, Callable[[Mixer], Any]] = {
 
 class Held:
     weight: torch.Tensor
+
+    @functools.cached_property
+    def number(self) -> float:
+        return 5.0
 
 
 def loss_with_held(model: Mixer, batch: Any) -> torch.Tensor:
@@ -356,6 +361,101 @@ def test_a_list_that_grows_is_not_looked_into_unless_it_is_read(loss_fn: Any, ma
     for _ in range(4):
         assert_same(step(batch), loss_fn(model, batch, wanted))
     assert_same([*kept.values()], [*wanted.values()])
+    assert fused(step)
+    assert captures(step) == made
+
+
+class Growing(nn.Module):
+    """Lists of its own, of a dict and of a closure grow, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Any] = []
+        self.kept: dict[str, list[Any]] = {"loss": []}
+        self.add, self.added = growing()
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = policy_loss(model, batch)
+        self.losses += [loss.detach(), 1.0]
+        self.kept["loss"] += [loss.item()]
+        self.add(loss.item())
+        return loss
+
+    def all(self) -> list[Any]:
+        return [self.losses, self.kept["loss"], self.added()]
+
+
+def growing() -> tuple[Callable[[float], None], Callable[[], list[float]]]:
+    added: list[float] = []
+
+    def add(loss: float) -> None:
+        nonlocal added
+        added += [loss]
+
+    return add, lambda: added
+
+
+class GrowingAndReading(Growing):
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().forward(model, batch)
+        return loss * len(self.losses) + self.losses[-2]
+
+
+class Counting(nn.Module):
+    """Counts its calls, what its batches hold and what its loss was on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.average, self.counts = 0, 1.0, defaultdict(int, rows=0)
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        self.counts["rows"] += len(batch["ids"])
+        loss = policy_loss(model, batch)
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        return loss * (1 + self.calls / 10) / self.average
+
+    def all(self) -> list[Any]:
+        return [self.calls, self.average, dict(self.counts)]
+
+
+class Computing(nn.Module):
+    """Computes what it needs at its first call, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.made = Held(), 0
+
+    @functools.cached_property
+    def scale(self) -> float:
+        self.made = 1
+        return 3.0
+
+    @functools.cached_property
+    def offset(self) -> torch.Tensor:
+        return torch.tensor(2.0, dtype=torch.float64)
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = policy_loss(model, batch) * self.scale + self.offset
+        return loss * self.scale * self.held.number
+
+    def all(self) -> list[Any]:
+        assert {"scale", "offset"} < vars(self).keys()
+        assert vars(self.held) == {"number": 5.0}
+        return [self.made, self.offset]
+
+
+@pytest.mark.parametrize(
+    ("kind", "made"), [(Growing, 1), (GrowingAndReading, 4), (Counting, 2), (Computing, 2)]
+)
+def test_what_a_module_keeps_for_later_calls(kind: Any, made: int) -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    loss, wanted = kind(), kind()
+    step = optimize(model, loss, CONFIG)
+    for _ in range(4):
+        result = outcome(step, model, batch)
+        assert_same(result, outcome(partial(wanted, model), model, batch))
+        assert_same(loss.all(), wanted.all())
     assert fused(step)
     assert captures(step) == made
 

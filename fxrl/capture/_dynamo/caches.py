@@ -1,17 +1,19 @@
-"""What Python computes once and keeps: ``functools.cache``.
+"""What Python computes once and keeps: ``functools.cache``, ``functools.cached_property``.
 
-Dynamo traces the function behind a cache each time that it is called, as if it had none.
+Dynamo traces the function behind a cache each time that it is called, as if it had none, and ends
+the graph at the lock that a cached property takes up to Python 3.11.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch._dynamo.source import GlobalSource
+from torch._dynamo.guards import install_guard
+from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.variables import (
     UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
@@ -19,7 +21,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 
-from fxrl.capture._dynamo.objects import guard_that
+from fxrl.capture._dynamo.guarding import NOT_IN, guard_that
 
 _call_wrapped = WrapperUserFunctionVariable.call_function
 _UNKNOWN = object()
@@ -51,6 +53,24 @@ def _answered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         source = GlobalSource(tx.output.install_global("fxrl_kept", answer))
         said[key] = positional, named, source  # which live on, so that none has another's id
     return VariableTracker.build(tx, answer, *(() if literal else said[key][2:]))
+
+
+def computed_once(self: Any, tx: Any, name: str) -> Any:
+    """An attribute that a cached property of an object's class computes now, and puts in its place;
+    None for all others."""
+    kinds, effects = type(self.value).__mro__, tx.output.side_effects
+    found = next((vars(kind)[name] for kind in kinds if name in vars(kind)), None)
+    if type(found) is not cached_property or name in self.value.__dict__:
+        return None
+    if effects.has_pending_mutation_of_attr(self, name):
+        return None
+    source = None
+    if self.source:
+        install_guard(AttrSource(self.source, "__dict__").make_guard(partial(NOT_IN, key=name)))
+        source = AttrSource(AttrSource(AttrSource(self.source, "__class__"), name), "func")
+    made = VariableTracker.build(tx, found.func, source).call_function(tx, [self], {})
+    effects.store_attr(self, name, made)
+    return made
 
 
 def _is_users(cached: Any) -> bool:

@@ -60,6 +60,8 @@ from torch._guards import Guard, Source
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from fxrl.capture._dynamo.caches import computed_once
+from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
 from fxrl.capture._torch import GETATTRS, global_hooks
 from fxrl.capture.repeated import again, has_read, kind_of_cache, marked
 from fxrl.capture.scoped_hooks import LEVELS
@@ -77,9 +79,6 @@ _find_getattr: Any = vars(UserDefinedObjectVariable).get("_check_for_getattr")
 _build_variable = VariableBuilder.__call__
 _tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator
 _is_equal: Any = getattr(UserDefinedObjectVariable, "is_python_equal", None)  # None from 2.15 on
-_NOT_IN = getattr(  # torch 2.11: one guard says both
-    GuardBuilder, "DICT_NOT_CONTAINS", partial(GuardBuilder.DICT_CONTAINS, invert=True)
-)
 _keys_match = GuardBuilder.DICT_KEYS_MATCH
 _inlined: Any = torch._dynamo.symbolic_convert.InliningInstructionTranslator
 _find_global = _inlined.get_globals_source_and_value
@@ -121,22 +120,7 @@ def _compare(translator: Any, instruction: Any) -> None:
         has_read(*(side.value for side in sides))
     left, right = sides
     if left.source and right.source and left is not right and instruction.opname == "IS_OP":
-        _guard(lambda own, other: f"{other} is not {own}", left.source, right.source)
-
-
-def _guard(code: Callable[..., str], source: Source, *others: Source) -> None:
-    """Guard what Dynamo does not: an expression, made of how code reads the sources."""
-
-    def hold(builder: GuardBuilder, guard: Guard) -> None:
-        holds = code(*(builder.arg_ref(one.name) for one in (source, *others)))
-        builder.object_aliasing_guard_codes.append((holds, holds))
-
-    install_guard(source.make_guard(hold))
-
-
-def guard_that(tx: Any, holds: Callable[[], bool]) -> None:
-    """Guard something that is asked of no source."""
-    _guard(lambda own: f"{own}()", GlobalSource(tx.output.install_global("fxrl_holds", holds)))
+        guard_by(lambda own, other: f"{other} is not {own}", left.source, right.source)
 
 
 _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjectVariable
@@ -144,6 +128,8 @@ _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjec
 
 def _module_attribute(self: Any, tx: Any, name: str) -> Any:
     has_read(self.value)
+    if (made := computed_once(self, tx, name)) is not None:
+        return made
     with _missing_until_found(self.source, name):
         return _attribute_of_module(self, tx, name)
 
@@ -174,6 +160,8 @@ def _object_attribute(self: Any, tx: Any, name: str) -> Any:
     is_key = found in (dict.__getitem__, dict.get) and not hasattr(kind, name)
     if is_key and name not in vars(self.value):
         return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
+    if (made := computed_once(self, tx, name)) is not None:
+        return made
     configuration = _kind_of_configuration()
     if not isinstance(self.value, configuration):
         with _missing_until_found(self.source, name):
@@ -209,7 +197,7 @@ def _build(self: Any, value: Any) -> Any:
         if isinstance(value, (torch.nn.Module, torch.Tensor)) and not method:
             has_read(value, _holder(self.source, self.tx.output.root_tx))
     if type(value) is float and value == 0 and self.source:  # 0.0 equals -0.0
-        _guard(lambda own: f"repr({own}) == '{value}'", self.source)
+        guard_by(lambda own: f"repr({own}) == '{value}'", self.source)
     return _build_variable(self, value)
 
 
@@ -280,7 +268,7 @@ def _found_in_class(walk: Callable[..., Source]) -> Callable[..., Source]:
         known = vars(output).setdefault("guarded_mro_absent_keys", set())  # torch 2.11 has none
         if name not in vars(kind) and source and (id(kind), name) not in known:
             known.add((id(kind), name))
-            absent = TypeDictSource(source).make_guard(partial(_NOT_IN, key=name))
+            absent = TypeDictSource(source).make_guard(partial(NOT_IN, key=name))
             install_guard(absent)
         found = walk(self, *args)
         if isinstance(getattr_static(kind, name, None), (FunctionType, classmethod)):
