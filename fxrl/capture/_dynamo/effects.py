@@ -169,6 +169,9 @@ def _store(name: str) -> Callable[[Any, Any], None]:
     def store(translator: Any, instruction: Any) -> None:
         stack, of_item = translator.stack, name == "STORE_SUBSCR"
         value, owner = stack[-3:-1] if of_item else stack[-2:]
+        if instruction.argval == "requires_grad" and _may_require_grad(translator, owner, value):
+            translator.popn(2)
+            return
         if not _is_unseen_list(value):
             getattr(translator, name)(instruction)
             return
@@ -179,6 +182,20 @@ def _store(name: str) -> Callable[[Any, Any], None]:
             getattr(translator, name)(instruction)
 
     return store
+
+
+def _may_require_grad(tx: Any, tensor: Any, told: Any) -> bool:
+    """Whether a tensor that a checkpointed function makes is told to require a gradient, as T5
+    tells a bias of zeros. Code sees that it does; nobody can ask for the gradient."""
+    tensor, told = tensor.realize(), told.realize()
+    made_here = isinstance(tensor, TensorVariable) and tensor.source is None
+    if not made_here or not _in_body(tx) or tensor.requires_grad or tensor.has_grad_fn:
+        return False
+    if not told.is_python_constant() or told.as_python_constant() is not True:
+        return False
+    tensor.requires_grad = True
+    tensor.as_proxy().node.meta["example_value"].requires_grad_()
+    return True
 
 
 def _store_in_cell(translator: Any, instruction: Any) -> None:
