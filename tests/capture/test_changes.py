@@ -11,6 +11,7 @@ import sys
 from abc import ABC
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.capture.mixer import (
     make_model,
     outcome,
     policy_loss,
+    token_logps,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -330,6 +332,31 @@ def test_what_a_cache_says_of_what_is_known_is_captured_once(monkeypatch: Any) -
         monkeypatch.setattr(sys.modules[__name__], "scale", number)
         assert_matches_eager(step, loss, model, batch)
     assert captures(step) == 1
+
+
+heat: ContextVar[float] = ContextVar("heat", default=1.0)
+cooled: ContextVar[float] = ContextVar("cooled")
+
+
+def heated(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch["ids"]) / heat.get() * cooled.get(0.5)
+    return -token_logps(logits, batch["ids"]).mean()
+
+
+def test_a_context_variable_is_read_as_the_graph_runs() -> None:
+    def run() -> None:
+        model, batch = make_model(dropout=0.0), fixed(make_batch())
+        step = optimize(model, heated, CONFIG)
+        for number in (1.0, 0.9, 0.8, 0.7):
+            heat.set(number)
+            assert_matches_eager(step, heated, model, batch)
+        assert captures(step) == 2
+        for number in (0.4, 0.3, 0.2):
+            cooled.set(number)
+            assert_matches_eager(step, heated, model, batch)
+        assert fused(step)
+
+    copy_context().run(run)
 
 
 Kept = defaultdict[str, list[Any]]

@@ -22,6 +22,7 @@ from abc import ABCMeta, get_cache_token
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial, wraps
 from inspect import getattr_static, signature
 from types import FunctionType, SimpleNamespace
@@ -34,7 +35,13 @@ from torch._dynamo.exc import (
     unimplemented,  # ends the graph
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource, TypeDictSource
+from torch._dynamo.source import (
+    AttrSource,
+    CallFunctionNoArgsSource,
+    DictGetItemSource,
+    GlobalSource,
+    TypeDictSource,
+)
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
@@ -47,6 +54,7 @@ from torch._dynamo.variables import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
 )
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import BaseListVariable
@@ -67,6 +75,7 @@ from fxrl.capture.repeated import again, has_read, kind_of_cache, marked
 from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.ir.graph import hint
 
+_method_of_object = UserDefinedObjectVariable.call_method
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
 _is_subclass = BuiltinVariable.call_issubclass
@@ -239,6 +248,24 @@ def _globals(self: Any, tx: Any) -> Any:
         for name, value in tx.f_globals.items()
     }
     return ConstDictVariable(items, source=source)
+
+
+def _call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``variable.get()`` of a ``ContextVar``: what it says when the graph runs."""
+    if type(self.value) is not ContextVar or name != "get" or not self.source or kwargs:
+        return _method_of_object(self, tx, name, args, kwargs)
+    if not all(one.is_python_constant() for one in args):
+        return _method_of_object(self, tx, name, args, kwargs)
+    ask = partial(self.value.get, *(one.as_python_constant() for one in args))
+    try:
+        value = ask()
+    except LookupError:
+        return _method_of_object(self, tx, name, args, kwargs)
+    install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+    asked: Source = AttrSource(self.source, "get")
+    if args:
+        asked = GlobalSource(tx.output.install_global("fxrl_context", ask))
+    return VariableTracker.build(tx, value, CallFunctionNoArgsSource(asked))
 
 
 def _equals(self: Any, other: Any) -> bool:
@@ -483,6 +510,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
     (UnspecializedNNModuleVariable, _GETATTR, _module_attribute),
+    (UserDefinedObjectVariable, "call_method", _call_method),
     (VariableBuilder, "__call__", _build),
     (GuardBuilder, "DICT_KEYS_MATCH", _keys_in_order),
     (_inlined, "get_globals_source_and_value", _global_of),
