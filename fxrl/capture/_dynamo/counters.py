@@ -24,7 +24,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from fxrl.capture._torch import dynamo_settings, places_written
 
 _wrap_float = VariableBuilder.wrap_symfloat
-_wrap_literal = VariableBuilder.wrap_literal
 
 
 def note_written(effects: Any) -> None:
@@ -56,16 +55,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, ConstantVariable) and type(value.value) in kinds
 
 
-def _literal(self: Any, value: Any) -> Any:
-    if type(value) is int and places_written and place_of_source(self.source) in places_written[-1]:
-        return self.wrap_symint(value, dynamism=DimDynamic.DYNAMIC)
-    return _wrap_literal(self, value)
+def counted(builder: Any, value: Any) -> Any:
+    """The symbol for an integer that a graph has written; None for all else."""
+    if type(value) is not int or not _is_written(builder.source):
+        return None
+    return builder.wrap_symint(value, dynamism=DimDynamic.DYNAMIC)
 
 
 def _float(self: Any, value: float) -> Any:
-    static = not places_written or place_of_source(self.source) not in places_written[-1]
-    with dynamo_settings({} if static else {"assume_static_by_default": False}):
+    dynamic = {"assume_static_by_default": False} if _is_written(self.source) else {}
+    with dynamo_settings(dynamic):
         return _wrap_float(self, value)
+
+
+def _is_written(source: Any) -> bool:
+    return bool(places_written) and place_of_source(source) in places_written[-1]
 
 
 def place_of_source(source: Any) -> tuple[str, Any] | None:
@@ -80,6 +84,5 @@ def place_of_source(source: Any) -> tuple[str, Any] | None:
 
 
 REPLACED: list[tuple[Any, str, Any]] = [
-    (VariableBuilder, "wrap_literal", _literal),
     (VariableBuilder, "wrap_symfloat", _float),
 ]

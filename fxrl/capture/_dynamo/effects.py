@@ -46,7 +46,7 @@ from torch._dynamo.variables.misc import (
 )
 from torch.utils.checkpoint import checkpoint_sequential
 
-from fxrl.capture._dynamo.counters import note_written, place_of_source
+from fxrl.capture._dynamo.counters import counted, note_written, place_of_source
 from fxrl.capture._dynamo.ends import callers
 from fxrl.capture._dynamo.guarding import guard_that
 from fxrl.capture._torch import functions_stay
@@ -260,6 +260,8 @@ def _is_made_here(item: Any) -> bool:
 
 def _built(self: Any, value: Any) -> Any:
     """A list is looked into after all: what waits to be appended to it has been by now."""
+    if (number := counted(self, value)) is not None:
+        return number
     built = _wrap(self, value)
     if type(value) not in _LISTS or hasattr(self.tx.output, "is_traced"):
         return built
