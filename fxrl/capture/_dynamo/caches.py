@@ -20,6 +20,7 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxrl.capture._dynamo.guarding import NOT_IN, guard_that
 
@@ -34,6 +35,7 @@ def _answered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if there were no cache."""
     cached = self.wrapper_obj
     known = hasattr(cached, "cache_info") and _is_users(cached)
+    known = known and _get_current_dispatch_mode() is None  # a cache is to keep no fake tensor
     positional = [_known(tx, one) for one in (*self.self_args(), *args)]
     named = {name: _known(tx, one) for name, one in kwargs.items()}
     if not known or any(one is _UNKNOWN for one in (*positional, *named.values())):

@@ -6,8 +6,8 @@ weight it is. A class that says itself what it has for instances is asked. A ``S
 made: small models return one. A progress bar around a loop is left out. The graph ends where a
 ``random.Random`` draws: Dynamo would keep the state that it had while traced. What Dynamo reads
 and does not guard is guarded: that two objects are apart, zero's sign, the order of an
-``OrderedDict``, keys that are missing, the environment, a class's methods, that it does not have
-what its base has.
+``OrderedDict``, keys that are missing, the environment, a class's methods, its ``__getattr__``,
+that it does not have what its base has, and what has been registered for an abstract one.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
@@ -78,7 +78,7 @@ from fxrl.ir.graph import hint
 _method_of_object = UserDefinedObjectVariable.call_method
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
-_is_subclass = BuiltinVariable.call_issubclass
+_is_subclass: Any = getattr(BuiltinVariable, "call_issubclass", None)
 _call_module = UnspecializedNNModuleVariable.call_function
 _GETATTR = next(name for name in GETATTRS if hasattr(UnspecializedNNModuleVariable, name))
 _attribute_of_module: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
@@ -504,7 +504,6 @@ HANDLERS = {
 REPLACED: list[tuple[Any, str, Any]] = [
     (UserDefinedClassVariable, "call_function", _instance),
     (BuiltinVariable, "call_isinstance", _isinstance),
-    (BuiltinVariable, "call_issubclass", _issubclass),
     (BuiltinVariable, "call_globals", _globals),
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
@@ -525,6 +524,8 @@ if _is_equal is not None:
     REPLACED.append((UserDefinedObjectVariable, "is_python_equal", _equals))
 if _attribute_of_object is not None:
     REPLACED.append((UserDefinedObjectVariable, _GETATTR, _object_attribute))
+if _is_subclass is not None:
+    REPLACED.append((BuiltinVariable, "call_issubclass", _issubclass))
 if _find_getattr is not None:
     REPLACED.append((UserDefinedObjectVariable, "_check_for_getattr", _getattr_of_class))
 if not _KNOWS_NAMESPACES:
