@@ -35,6 +35,7 @@ from fxrl.passes.outline_norms import OutlineNorms
 from fxrl.passes.rebatch_loops import RebatchLoops
 from fxrl.passes.recompute import Recompute
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
+from fxrl.passes.select_detached_rows import SelectDetachedRows
 from fxrl.passes.shard_sequence import ShardSequence
 from fxrl.passes.split_adapted_weights import SplitAdaptedWeights
 from fxrl.passes.stack_adapter_products import StackAdapterProducts
@@ -53,6 +54,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         RebatchLoops,
         FoldBroadcastProducts,
         JoinProducts,
+        SelectDetachedRows,
         RestoreCausalAttention,
         GroupQueries,
         SplitAdaptedWeights,

@@ -15,12 +15,15 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from types import CodeType
+from inspect import isroutine
+from operator import itemgetter
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 # fmt: off
 import torch
 import torch._dynamo
+from torch import fx
 from torch._dynamo import pgo  # which values varied, to be symbols
 from torch._decomp import get_decompositions as get_decompositions  # losses opened into their parts
 from torch._decomp import decomposition_table  # what ops of sizes that vary are computed by
@@ -47,7 +50,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
-from fxrl.ir.graph import memory_like
+from fxrl.ir.graph import fake_mode_of, memory_like
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
 saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # the pair in force, if any
@@ -131,6 +134,59 @@ def only_what_is_read() -> Iterator[None]:
 def global_hooks() -> tuple[int, ...]:
     """Which of them there are now."""
     return tuple(id(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values())
+
+
+def forget_inputs(gm: fx.GraphModule) -> None:
+    """Let what a graph was traced with be swapped for other tensors (``torch.utils.swap_tensors``):
+    torch refuses while anything refers to them weakly, as the numbers do by which the fake mode of
+    the graph knows them."""
+    if (mode := fake_mode_of(gm.graph)) is not None:
+        mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+
+
+#: Where code of the user's, and torch's own, finds functions of torch by their names.
+_FUNCTIONS = [
+    (vars(home), itemgetter(*(name for name, found in vars(home).items() if isroutine(found))))
+    for home in (torch, torch.nn.functional)
+]
+
+
+def functions_stay() -> Callable[[], bool]:
+    """Says later whether torch still has the functions and methods that it has now.
+
+    A graph is made of what they were: Dynamo guards those alone that traced code reads off a module,
+    no method of a tensor, and nothing that a function which it does not look into calls.
+    """
+    functions, methods = [found(home) for home, found in _FUNCTIONS], _methods()
+
+    def stay() -> bool:
+        try:
+            same = [found(home) for home, found in _FUNCTIONS] == functions
+            return same and _methods() == methods
+        except Exception:  # one is missing, or in its place is what cannot be compared
+            return False
+
+    return stay
+
+
+def _methods() -> dict[str, Any]:
+    """Not all of a class: pickling a tensor leaves a list there."""
+    return {name: one for name, one in vars(torch.Tensor).items() if hasattr(one, "__get__")}
+
+
+_TOLD_BY = ("__repr__", "__str__", "__format__", "__dir__")
+_METHODS = {*dir(torch._C.TensorBase), *vars(torch.Tensor)}.difference(_TOLD_BY)
+
+
+def method_replaced() -> str | None:
+    """The name of a method of tensors in whose place the user has put another, if there is one."""
+    methods = vars(torch.Tensor).items()
+    mine = ((name, one) for name, one in methods if isinstance(one, FunctionType))
+    return next((name for name, one in mine if name in _METHODS and not _is_torchs(one)), None)
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    return str(function.__globals__["__name__"]).startswith("torch.")
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -411,7 +467,8 @@ def dynamo_settings(changes: Mapping[str, Any]) -> AbstractContextManager[None]:
 
 
 class Variation:
-    """What has varied between the calls of one step: Dynamo makes symbols of it.
+    """What has varied between the calls of one step, or what a step writes: Dynamo makes symbols of
+    it.
 
     NOTE [Why not Dynamo's own account]: it is the process's, and kept by the code that is traced. A
     float of a library's layer that differs between two models (an ``eps``, a scale) would be a
@@ -420,6 +477,17 @@ class Variation:
 
     def __init__(self) -> None:
         self._seen: Any = defaultdict(pgo.CodeState)
+        self._written: set[tuple[str, Any]] = set()
 
-    def accounted(self) -> AbstractContextManager[None]:
-        return swapped(pgo, _CODE_STATE=self._seen)
+    @contextmanager
+    def accounted(self) -> Iterator[None]:
+        with swapped(pgo, _CODE_STATE=self._seen):
+            places_written.append(self._written)
+            try:
+                yield
+            finally:
+                places_written.pop()
+
+
+#: Of the step that runs, where its graphs write numbers: objects' sources, and names or keys.
+places_written: list[set[tuple[str, Any]]] = []

@@ -31,8 +31,10 @@ from fxrl.capture._torch import (
     compile_counters,
     compiles_undisturbed,
     dynamo_settings,
+    forget_inputs,
     functorch_level,
     global_hooks,
+    method_replaced,
     reset_code,
     try_again,
 )
@@ -143,9 +145,8 @@ class CapturedLoss:
         return result
 
     def _first_that_works(self, batch: Any) -> Any:
-        if functorch_level() is not None:
-            reason = "nothing is captured inside torch.func's transforms"
-            self._note(RemarkKind.MISSED, "", reason, "call torch.func inside the loss function")
+        if (refused := _never_captured()) is not None:
+            self._note(RemarkKind.MISSED, "", *refused)
             return self._loss_fn(self._model, batch)
         way = first = self._first_way(batch)
         failure: Exception | None = None
@@ -246,6 +247,8 @@ class CapturedLoss:
                     raise
                 del captures[before:]
                 raise _CaptureFailedError(error) from None
+        for one in captures[before:]:
+            forget_inputs(one.dynamo)
         self._note_branches(branches, {found.source for found in breaks})
         if breaks:
             self._note_breaks(breaks, captures, before)
@@ -317,6 +320,17 @@ class CapturedLoss:
         remark = Remark(kind, "capture", "loss", source, reason, cure)
         if remark not in self.losses.remarks:
             self.losses += Report((remark,))
+
+
+def _never_captured() -> tuple[str, str] | None:
+    """Why nothing can be captured now, and a cure."""
+    if functorch_level() is not None:
+        why = "nothing is captured inside torch.func's transforms"
+        return why, "call torch.func inside the loss function"
+    if (name := method_replaced()) is not None:  # fxrl's own code would call it, too
+        why = f"torch.Tensor.{name} is not torch's own: nothing is captured"
+        return why, "put torch's back, and call a function instead"
+    return None
 
 
 class _CaptureFailedError(Exception):

@@ -151,7 +151,7 @@ def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: li
         node.name = node.target = source.name
         node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
         node.meta["of_model"] = STATIC_INPUT in source.meta.get("tensor_dict", {})
-        for key in ("stack_trace", "tensor_dict", "grapharg"):
+        for key in ("stack_trace", "tensor_dict"):
             if key in source.meta:
                 node.meta[key] = source.meta[key]
 

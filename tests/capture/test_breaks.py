@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,40 @@ def test_a_break_where_python_makes_something_else_of_the_result(ask: Any) -> No
     model = make_model()
     step = optimize(model, loss_fn, QUIET)
     assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
+    assert fused(step)
+
+
+FACTOR, CALLS = 2.0, 0
+
+
+def scaled(loss: Tensor) -> Tensor:
+    names = globals()
+    return loss * names["FACTOR"] * (3 if "MISSING" in names else 5)
+
+
+def scaled_behind(loss: Tensor) -> Tensor:
+    return scaled(_ended(loss)) + 1
+
+
+def counted(loss: Tensor) -> Tensor:
+    globals()["CALLS"] += 1
+    return loss * CALLS
+
+
+@pytest.mark.parametrize("read", [scaled, scaled_behind, counted])
+def test_globals_are_those_of_the_function_that_asks(read: Any, monkeypatch: Any) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return read(policy_loss(model, batch)) + 1
+
+    model, batch = make_model(), fixed(make_batch())
+    step = optimize(model, loss_fn, QUIET)
+    for number in (2.0, 3.0, 3.0):
+        monkeypatch.setitem(globals(), "FACTOR", number)
+        results = []
+        for function in (partial(loss_fn, model), step):
+            monkeypatch.setitem(globals(), "CALLS", number)
+            results.append((function(batch), CALLS))
+        assert_same(*results)
     assert fused(step)
 
 

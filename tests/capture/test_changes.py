@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import pickle
+import sys
+from abc import ABC
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any
 
@@ -30,7 +34,9 @@ from tests.capture.mixer import (
     fused,
     make_batch,
     make_model,
+    outcome,
     policy_loss,
+    token_logps,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -74,12 +80,19 @@ CHANGES: dict[str, Callable[[Mixer], Any]] = {
     "frozen": lambda m: m.mix.weight.requires_grad_(False),
     "another parameter": lambda m: setattr(m.mix, "weight", nn.Parameter(m.mix.weight * 2)),
     "another module": swap,
+    "swapped for another": lambda m: torch.utils.swap_tensors(
+        m.embed.weight, nn.Parameter(m.embed.weight.detach() * 2)
+    ),
     "untied": lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach().clone())),
 }
 
 
 class Held:
     weight: torch.Tensor
+
+    @functools.cached_property
+    def number(self) -> float:
+        return 5.0
 
 
 def loss_with_held(model: Mixer, batch: Any) -> torch.Tensor:
@@ -114,6 +127,39 @@ def test_what_stands_for_a_function_of_torch_is_applied_once(monkeypatch: Any, t
         monkeypatch.setattr(F, "cross_entropy", scaled(by))
         assert_matches_eager(step, loss, model, batch)
     assert fused(step)
+
+
+def methods_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return policy_loss(model, batch).exp() * batch["mask"].sum()
+
+
+@pytest.mark.parametrize("name", ["sum", "exp", "gather", "__mul__"])
+def test_a_method_of_tensors_that_the_user_replaces_is_called(monkeypatch: Any, name: str) -> None:
+    model, batch, own = make_model(), fixed(make_batch()), getattr(torch.Tensor, name)
+    step = optimize(model, methods_loss, QUIET)
+    assert_matches_eager(step, methods_loss, model, batch)
+    for by in (2.0, 3.0):
+        with monkeypatch.context() as replaced:
+            replaced.setattr(
+                torch.Tensor, name, lambda x, *args, by=by: torch.mul(own(x, *args), by)
+            )
+            assert_matches_eager(step, methods_loss, model, batch)
+    assert f"torch.Tensor.{name} is not torch's own" in step.report.of_kind("missed")[0].reason
+    before = captures(step)
+    assert_matches_eager(step, methods_loss, model, batch)
+    assert captures(step) == before == 1
+
+
+def test_a_function_that_one_of_torch_calls_may_become_another(monkeypatch: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch["ids"])
+        return F.layer_norm(logits, logits.shape[-1:]).square().max()
+
+    model, batch, own = make_model(), fixed(make_batch()), torch.layer_norm
+    step = optimize(model, loss, QUIET)
+    for by in (1.0, 2.0):
+        monkeypatch.setattr(torch, "layer_norm", lambda *args, by=by: own(*args) * by)
+        assert_matches_eager(step, loss, model, batch)
 
 
 class Key:
@@ -162,7 +208,17 @@ class Derived(Base):
         return 1.0
 
 
+class Making:
+    def __getattr__(self, name: str) -> float:
+        return 2.0
+
+
+class Kind(ABC):  # noqa: B024  # it is asked for what was registered alone
+    pass
+
+
 made = Derived()
+making = Making()
 numbers = ChainMap({}, {"a": 2.0})
 
 STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
@@ -189,6 +245,18 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
         lambda: Derived().method() * made.method(),
         lambda: setattr(Derived, "method", lambda _: 3.0),
     ),
+    "an attribute that is made": (
+        lambda: making.any,
+        lambda: setattr(Making, "__getattr__", lambda *_: 3.0),
+    ),
+    "an instance of what is registered": (
+        lambda: 2.0 if isinstance(making, Kind) else 1.0,
+        lambda: Kind.register(Making),
+    ),
+    "a class that is registered": (
+        lambda: 2.0 if issubclass(Derived, (int, Kind)) else 1.0,
+        lambda: Kind.register(Derived),
+    ),
     "a class's own": (lambda: Derived().factor, lambda: setattr(Derived, "factor", 5.0)),
 }
 
@@ -212,6 +280,83 @@ def test_what_python_holds_may_change(monkeypatch: Any) -> None:
         assert read() != before
         assert_matches_eager(step, loss, model, batch)
     assert fused(step)
+
+
+scale = 1.0
+
+
+class Caching:
+    """Functions that are asked once; one forgets what it said for another argument."""
+
+    def __init__(self) -> None:
+        self.width = 2.0
+        self.of_number = functools.cache(lambda n: n * scale)
+        self.of_one = functools.lru_cache(maxsize=1)(lambda n: n * scale)
+        self.tensor = functools.cache(lambda: torch.tensor(scale, dtype=torch.float64))
+        self.seen = functools.cache(lambda: [scale])
+
+    @functools.cache  # noqa: B019
+    def method(self) -> float:
+        return self.width * scale
+
+
+def caching_loss(model: nn.Module, batch: Any, said: Caching) -> torch.Tensor:
+    said.seen().append(2.0)
+    numbers = said.of_number(2) + said.of_number(n=3) + said.method() + len(said.seen())
+    return policy_loss(model, batch) * said.tensor() * numbers * said.of_one(2) * said.of_one(3)
+
+
+def test_a_cache_says_what_it_has(monkeypatch: Any) -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    said, wanted = Caching(), Caching()
+    step = optimize(model, partial(caching_loss, said=said), CONFIG)
+    for number in (1.0, 2.0, 3.0):
+        monkeypatch.setattr(sys.modules[__name__], "scale", number)
+        if number == 3.0:
+            for one in (said, wanted):
+                one.of_number.cache_clear()
+                one.tensor.cache_clear()
+        assert_same(step(batch), caching_loss(model, batch, wanted))
+    assert fused(step)
+
+
+def test_what_a_cache_says_of_what_is_known_is_captured_once(monkeypatch: Any) -> None:
+    said = functools.cache(lambda n: n * scale)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return policy_loss(model, batch) * said(2)
+
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    step = optimize(model, loss, CONFIG)
+    for number in (1.0, 2.0, 3.0):
+        monkeypatch.setattr(sys.modules[__name__], "scale", number)
+        assert_matches_eager(step, loss, model, batch)
+    assert captures(step) == 1
+
+
+heat: ContextVar[float] = ContextVar("heat", default=1.0)
+cooled: ContextVar[float] = ContextVar("cooled")
+
+
+def heated(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch["ids"]) / heat.get() * cooled.get(0.5)
+    return -token_logps(logits, batch["ids"]).mean()
+
+
+def test_a_context_variable_is_read_as_the_graph_runs() -> None:
+    def run() -> None:
+        model, batch = make_model(dropout=0.0), fixed(make_batch())
+        step = optimize(model, heated, CONFIG)
+        for number in (1.0, 0.9, 0.8, 0.7):
+            heat.set(number)
+            assert_matches_eager(step, heated, model, batch)
+        assert captures(step) == 2
+        for number in (0.4, 0.3, 0.2):
+            cooled.set(number)
+            assert_matches_eager(step, heated, model, batch)
+        assert fused(step)
+
+    copy_context().run(run)
 
 
 Kept = defaultdict[str, list[Any]]
@@ -243,6 +388,101 @@ def test_a_list_that_grows_is_not_looked_into_unless_it_is_read(loss_fn: Any, ma
     for _ in range(4):
         assert_same(step(batch), loss_fn(model, batch, wanted))
     assert_same([*kept.values()], [*wanted.values()])
+    assert fused(step)
+    assert captures(step) == made
+
+
+class Growing(nn.Module):
+    """Lists of its own, of a dict and of a closure grow, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Any] = []
+        self.kept: dict[str, list[Any]] = {"loss": []}
+        self.add, self.added = growing()
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = policy_loss(model, batch)
+        self.losses += [loss.detach(), 1.0]
+        self.kept["loss"] += [loss.item()]
+        self.add(loss.item())
+        return loss
+
+    def all(self) -> list[Any]:
+        return [self.losses, self.kept["loss"], self.added()]
+
+
+def growing() -> tuple[Callable[[float], None], Callable[[], list[float]]]:
+    added: list[float] = []
+
+    def add(loss: float) -> None:
+        nonlocal added
+        added += [loss]
+
+    return add, lambda: added
+
+
+class GrowingAndReading(Growing):
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().forward(model, batch)
+        return loss * len(self.losses) + self.losses[-2]
+
+
+class Counting(nn.Module):
+    """Counts its calls, what its batches hold and what its loss was on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.average, self.counts = 0, 1.0, defaultdict(int, rows=0)
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        self.counts["rows"] += len(batch["ids"])
+        loss = policy_loss(model, batch)
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        return loss * (1 + self.calls / 10) / self.average
+
+    def all(self) -> list[Any]:
+        return [self.calls, self.average, dict(self.counts)]
+
+
+class Computing(nn.Module):
+    """Computes what it needs at its first call, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.made = Held(), 0
+
+    @functools.cached_property
+    def scale(self) -> float:
+        self.made = 1
+        return 3.0
+
+    @functools.cached_property
+    def offset(self) -> torch.Tensor:
+        return torch.tensor(2.0, dtype=torch.float64)
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = policy_loss(model, batch) * self.scale + self.offset
+        return loss * self.scale * self.held.number
+
+    def all(self) -> list[Any]:
+        assert {"scale", "offset"} < vars(self).keys()
+        assert vars(self.held) == {"number": 5.0}
+        return [self.made, self.offset]
+
+
+@pytest.mark.parametrize(
+    ("kind", "made"), [(Growing, 1), (GrowingAndReading, 4), (Counting, 2), (Computing, 2)]
+)
+def test_what_a_module_keeps_for_later_calls(kind: Any, made: int) -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    loss, wanted = kind(), kind()
+    step = optimize(model, loss, CONFIG)
+    for _ in range(4):
+        result = outcome(step, model, batch)
+        assert_same(result, outcome(partial(wanted, model), model, batch))
+        assert_same(loss.all(), wanted.all())
     assert fused(step)
     assert captures(step) == made
 

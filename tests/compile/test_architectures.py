@@ -117,13 +117,17 @@ def test_head_fused_and_gradients_are_eagers(case: tuple[str, str]) -> None:
         assert error < 1e-9, (name, float(error))
 
 
-def test_attention_whose_kernel_lays_out_its_result_otherwise() -> None:
-    """T5's position bias requires grad: attention takes another kernel than over fake tensors."""
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_attention_whose_kernel_lays_out_its_result_otherwise(checkpointed: bool) -> None:
+    """T5's position bias requires grad: attention takes another kernel than over fake tensors.
+    Where layers are checkpointed even one of zeros is told to."""
     config = transformers.T5Config(
         vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(config).double()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
     generator = torch.Generator().manual_seed(1)
     batch = {
         "input_ids": torch.randint(1, 64, (2, 7), generator=generator),
@@ -138,6 +142,7 @@ def test_attention_whose_kernel_lays_out_its_result_otherwise() -> None:
     step = optimize(model, loss_fn, CONFIG)
     got = gradients(model, step(batch))
     assert [r.pass_name for r in step.report.of_kind("applied")] == ["fuse-linear-logprob"]
+    assert len(step.captures) == 1
     assert got.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-8, atol=1e-10)

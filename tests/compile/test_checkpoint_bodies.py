@@ -112,3 +112,24 @@ def test_a_weight_that_is_written_after_a_checkpointed_call():
     loss_fn(eager, batch).backward()
     for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+
+
+def told_to_require_grad(hidden, weight):
+    def body(x, w):
+        bias = torch.zeros_like(w[0])
+        bias.requires_grad = True
+        return torch.tanh(x @ w + bias), bias
+
+    out, bias = checkpoint(body, hidden, weight, use_reentrant=False)
+    return out * (2 if bias.requires_grad else 1) + bias
+
+
+def test_a_tensor_that_a_checkpointed_function_makes_is_told_to_require_grad():
+    model, step, batch = made(told_to_require_grad)
+    loss = loss_fn(model, batch)
+    torch.testing.assert_close(step(batch), loss, rtol=1e-10, atol=1e-10)
+    trained = [model.embedding.weight, model.layer.weight, model.head.weight]
+    wanted = torch.autograd.grad(loss, trained)
+    got = torch.autograd.grad(step(batch), trained)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    assert len(step.captures) == 1

@@ -19,6 +19,7 @@ from fxrl.passes.group_queries import GroupQueries
 from fxrl.passes.open_loss_checkpoints import OpenLossCheckpoints
 from fxrl.passes.rebatch_loops import RebatchLoops
 from fxrl.passes.restore_causal_attention import RestoreCausalAttention
+from fxrl.passes.select_detached_rows import SelectDetachedRows
 from fxrl.passes.tensorize_floats import TensorizeFloats
 from tests.passes.lowered import lowered, runnable
 
@@ -469,3 +470,70 @@ return %getitem_1
 def test_passes_are_frozen_dataclasses(one):
     assert one.__dataclass_params__.frozen
     assert "__dataclass_params__" in vars(one), "it is one itself, not by its base"
+
+
+# ---------------------------------------------------------------------------- select-detached-rows
+def still(z, k):
+    return torch.cat([z[:k].detach(), z[k:]])
+
+
+def test_rows_of_which_some_are_detached_are_chosen():
+    def chosen(x, w):
+        return still(x @ w / 0.9, 2).log_softmax(-1)
+
+    gm, report = rewritten(SelectDetachedRows(), chosen, draw(5, 4), draw(4, 7, seed=1))
+    assert_expected_inline(
+        reasons(report), """rows of which some are detached are chosen from one value"""
+    )
+    assert_expected_inline(
+        body(gm),
+        """\
+%mm = aten.mm.default(%x, %w) : f64[5, 7]
+%div = aten.div.Tensor(%mm, 0.9) : f64[5, 7]
+%full_default = aten.full.default([2, 1], True, dtype=b8, device=cpu) : b8[2, 1]
+%full_default_1 = aten.full.default([3, 1], False, dtype=b8, device=cpu) : b8[3, 1]
+%cat_default = aten.cat.default([%full_default, %full_default_1], 0) : b8[5, 1]
+%detach_default = aten.detach.default(%div) : f64[5, 7]
+%where_self = aten.where.self(%cat_default, %detach_default, %div) : f64[5, 7]
+%_log_softmax = aten._log_softmax.default(%where_self, -1, False) : f64[5, 7]
+return %_log_softmax""",
+    )
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda z: torch.cat([z[:, :2], z[:, 2:3].detach(), z[:, 3:-1]], 1),
+        lambda z: torch.cat([z.detach()[1:2], z[2:]]),
+        lambda z: torch.cat([z[:, 1:2], z[:, 2:4].detach()], 1),
+    ],
+)
+def test_parts_in_their_order_are_chosen(join):
+    def chosen(x, w):
+        return join(x @ w).log_softmax(-1)
+
+    gm, report = rewritten(SelectDetachedRows(), chosen, draw(3, 5, 4), draw(4, 7, seed=1))
+    assert report.remarks
+    assert "aten.where.self" in body(gm)
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda z: torch.cat([z[:3].detach(), z[2:]]),
+        lambda z: torch.cat([z[2:].detach(), z[:2]]),
+        lambda z: torch.cat([z[:4], z[4:2].detach(), z[2:]]),
+        lambda z: torch.cat([z[:2].detach(), (2 * z)[2:]]),
+        lambda z: torch.cat([z[:, :2].detach(), z[:, 2:]], 1),  # over the vocabulary
+        lambda z: torch.cat([z[:2].detach(), z[2:].detach()]) * z,
+        lambda z: torch.cat([z[::2].detach(), z[1::2]]),
+        lambda z: still(z.sum(-1), 2),
+    ],
+)
+def test_other_parts_stay_joined(join):
+    def joined(x, w):
+        return join(x @ w).square()
+
+    gm, report = rewritten(SelectDetachedRows(), joined, draw(5, 4), draw(4, 7, seed=1))
+    assert not report.remarks
+    assert "aten.where.self" not in body(gm)

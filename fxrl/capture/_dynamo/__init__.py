@@ -5,6 +5,7 @@ would end the graph at.
 
 ``data``     what Python decides by data          ``effects``  what does something besides
 ``objects``  imports, classes, instances, layers  ``ends``     where a graph may end
+``caches``   what Python computes once         ``counters`` what it counts
 
 Each has ``REPLACED``, methods of Dynamo, and maybe ``HANDLERS``, instructions of Python that are
 traced otherwise; all are put back behind each capture.
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fxrl.capture._dynamo import data, effects, ends, objects
+from fxrl.capture._dynamo import caches, counters, data, effects, ends, objects
 from fxrl.capture._torch import dynamo_settings, sizes_from_data
 from fxrl.capture.branches import Branches
 
@@ -31,8 +32,15 @@ _TRANSLATORS: tuple[Any, ...] = (
     _tracer.InliningInstructionTranslator,
     _tracer.InliningGeneratorInstructionTranslator,
 )
-_HANDLERS = objects.HANDLERS | data.HANDLERS
-_REPLACED = [*objects.REPLACED, *data.REPLACED, *effects.REPLACED, *ends.REPLACED]
+_HANDLERS = objects.HANDLERS | data.HANDLERS | effects.HANDLERS
+_REPLACED = [
+    *objects.REPLACED,
+    *data.REPLACED,
+    *effects.REPLACED,
+    *ends.REPLACED,
+    *caches.REPLACED,
+    *counters.REPLACED,
+]
 
 
 @contextmanager

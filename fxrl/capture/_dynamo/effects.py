@@ -8,7 +8,9 @@ once, under guards.
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
+import dis
 import logging
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables import (
+    CellVariable,
     ConstantVariable,
     ConstDictVariable,
     LazyVariableTracker,
@@ -32,6 +35,7 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
 from torch._dynamo.variables.lists import ListVariable, SizeVariable
 from torch._dynamo.variables.misc import (
@@ -42,7 +46,10 @@ from torch._dynamo.variables.misc import (
 )
 from torch.utils.checkpoint import checkpoint_sequential
 
+from fxrl.capture._dynamo.counters import counted, note_written, place_of_source
 from fxrl.capture._dynamo.ends import callers
+from fxrl.capture._dynamo.guarding import guard_that
+from fxrl.capture._torch import functions_stay
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.segments import in_segments
@@ -57,6 +64,7 @@ _wrap = VariableBuilder._wrap
 _isinstance = LazyVariableTracker.lazy_isinstance
 _ask_logger = LoggingLoggerVariable.call_method
 _register_hook = TensorVariable._method_register_hook
+_call_builtin = BuiltinVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _LISTS = (list, deque)
 _PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
@@ -111,6 +119,8 @@ def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) ->
 def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
     self.is_traced = True
+    guard_that(tx, functions_stay())
+    note_written(self.side_effects)
     return _end_graph(self, tx, *args, **kwargs)
 
 
@@ -127,12 +137,88 @@ def _attribute(self: Any, name: Any) -> None:
     """``seen.append``, where it is called and nothing is known of ``seen`` yet."""
     owner, called = self.stack[-1], self.current_instruction
     method = called.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and called.arg % 2)
-    untouched = type(owner) is LazyVariableTracker and not owner.is_realized()
-    if name in ("append", "extend") and method and untouched and owner.peek_type() in _LISTS:
+    if name in ("append", "extend") and method and _is_unseen_list(owner):
         self.pop()
         self.push(_Grow(owner, name))
     else:
         _load(self, name)
+
+
+def _in_place(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``seen += [x]`` likewise."""
+    if self.fn is operator.iadd and _is_unseen_list(args[0]):
+        grow = _Grow(args[0], "extend")
+        if grow.may_wait(tx, args[1:]):
+            grow.wait(tx, args[1:])
+            return args[0]
+    return _call_builtin(self, tx, args, kwargs)
+
+
+def _is_unseen_list(value: Any) -> bool:
+    return (
+        type(value) is LazyVariableTracker
+        and not value.is_realized()
+        and value.peek_type() in _LISTS
+    )
+
+
+def _store(name: str) -> Callable[[Any, Any], None]:
+    """What is read off an object, grown, and put back there was there all the time; storing it
+    would look into it."""
+
+    def store(translator: Any, instruction: Any) -> None:
+        stack, of_item = translator.stack, name == "STORE_SUBSCR"
+        value, owner = stack[-3:-1] if of_item else stack[-2:]
+        if instruction.argval == "requires_grad" and _may_require_grad(translator, owner, value):
+            translator.popn(2)
+            return
+        if not _is_unseen_list(value):
+            getattr(translator, name)(instruction)
+            return
+        owner, place = owner.realize(), stack[-1].realize() if of_item else instruction.argval
+        if _is_place_of(value.source, owner, place):
+            translator.popn(3 if of_item else 2)
+        else:
+            getattr(translator, name)(instruction)
+
+    return store
+
+
+def _may_require_grad(tx: Any, tensor: Any, told: Any) -> bool:
+    """Whether a tensor that a checkpointed function makes is told to require a gradient, as T5
+    tells a bias of zeros. Code sees that it does; nobody can ask for the gradient."""
+    tensor, told = tensor.realize(), told.realize()
+    made_here = isinstance(tensor, TensorVariable) and tensor.source is None
+    if not made_here or not _in_body(tx) or tensor.requires_grad or tensor.has_grad_fn:
+        return False
+    if not told.is_python_constant() or told.as_python_constant() is not True:
+        return False
+    tensor.requires_grad = True
+    tensor.as_proxy().node.meta["example_value"].requires_grad_()
+    return True
+
+
+def _store_in_cell(translator: Any, instruction: Any) -> None:
+    cell, value = translator.symbolic_locals.get(instruction.argval), translator.stack[-1]
+    if isinstance(cell, CellVariable) and cell.pre_existing_contents is value:
+        written = translator.output.side_effects.store_attr_mutations.get(cell)
+        if _is_unseen_list(value) and not written:
+            translator.pop()
+            return
+    translator.STORE_DEREF(instruction)
+
+
+def _is_place_of(source: Any, owner: Any, place: Any) -> bool:
+    if owner.source is None or place_of_source(source) is None:
+        return False
+    if isinstance(place, VariableTracker):
+        known = isinstance(owner, ConstDictVariable) and place.is_python_constant()
+        place = place.as_python_constant() if known else None
+    else:
+        kind: Any = type(getattr(owner, "value", None))
+        plain = kind.__setattr__ in (object.__setattr__, torch.nn.Module.__setattr__)
+        place = place if plain and not hasattr(kind, place) else None
+    return place_of_source(source) == (owner.source.name, place)
 
 
 class _Grow(VariableTracker):
@@ -149,13 +235,18 @@ class _Grow(VariableTracker):
 
     def call_function(self, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         ignored = tx.next_instruction.opname == "POP_TOP"
-        may_wait = ignored and len(args) == 1 and not kwargs and not _in_body(tx)
-        known = self.owner.is_realized() or self.value in tx.output.side_effects
-        if known or not may_wait or not _is_made_here(args[0]):
+        if kwargs or not ignored or not self.may_wait(tx, args):
             return self.owner.realize().call_method(tx, self.name, args, kwargs)
+        self.wait(tx, args)
+        return ConstantVariable.create(None)
+
+    def may_wait(self, tx: Any, args: Any) -> bool:
+        known = self.owner.is_realized() or self.value in tx.output.side_effects
+        return not known and len(args) == 1 and not _in_body(tx) and _is_made_here(args[0])
+
+    def wait(self, tx: Any, args: Any) -> None:
         install_guard(self.owner.source.make_guard(GuardBuilder.TYPE_MATCH))
         tx.output.root_tx.debug_locals.append((self, [*args]))
-        return ConstantVariable.create(None)
 
 
 def _is_made_here(item: Any) -> bool:
@@ -169,6 +260,8 @@ def _is_made_here(item: Any) -> bool:
 
 def _built(self: Any, value: Any) -> Any:
     """A list is looked into after all: what waits to be appended to it has been by now."""
+    if (number := counted(self, value)) is not None:
+        return number
     built = _wrap(self, value)
     if type(value) not in _LISTS or hasattr(self.tx.output, "is_traced"):
         return built
@@ -250,7 +343,10 @@ def _in_body(tx: Any) -> bool:
     )
 
 
+HANDLERS = {dis.opmap[name]: _store(name) for name in ("STORE_ATTR", "STORE_SUBSCR")}
+HANDLERS[dis.opmap["STORE_DEREF"]] = _store_in_cell
 REPLACED: list[tuple[Any, str, Any]] = [
+    (BuiltinVariable, "call_function", _in_place),
     (DebuggingVariable, "call_function", _print_later),
     (LoggingLoggerVariable, "call_method", _asked),
     (logging.getLogger, "_dynamo_marked_constant", True),

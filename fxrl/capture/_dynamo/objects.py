@@ -6,8 +6,8 @@ weight it is. A class that says itself what it has for instances is asked. A ``S
 made: small models return one. A progress bar around a loop is left out. The graph ends where a
 ``random.Random`` draws: Dynamo would keep the state that it had while traced. What Dynamo reads
 and does not guard is guarded: that two objects are apart, zero's sign, the order of an
-``OrderedDict``, keys that are missing, the environment, a class's methods, that it does not have
-what its base has.
+``OrderedDict``, keys that are missing, the environment, a class's methods, its ``__getattr__``,
+that it does not have what its base has, and what has been registered for an abstract one.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
@@ -18,9 +18,11 @@ import logging
 import operator
 import os
 import sys
+from abc import ABCMeta, get_cache_token
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial, wraps
 from inspect import getattr_static, signature
 from types import FunctionType, SimpleNamespace
@@ -33,10 +35,17 @@ from torch._dynamo.exc import (
     unimplemented,  # ends the graph
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, TypeDictSource
+from torch._dynamo.source import (
+    AttrSource,
+    CallFunctionNoArgsSource,
+    DictGetItemSource,
+    GlobalSource,
+    TypeDictSource,
+)
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
+    LazyVariableTracker,
     SymNodeVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
@@ -45,6 +54,7 @@ from torch._dynamo.variables import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
 )
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import BaseListVariable
@@ -55,26 +65,29 @@ from torch._dynamo.variables.nn_module import (
     unpatched_nn_module_call_impl,
 )
 from torch._guards import Guard, Source
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from fxrl.capture._dynamo.caches import computed_once
+from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
 from fxrl.capture._torch import GETATTRS, global_hooks
 from fxrl.capture.repeated import again, has_read, kind_of_cache, marked
 from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.ir.graph import hint
 
+_method_of_object = UserDefinedObjectVariable.call_method
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
+_is_subclass: Any = getattr(BuiltinVariable, "call_issubclass", None)
 _call_module = UnspecializedNNModuleVariable.call_function
 _GETATTR = next(name for name in GETATTRS if hasattr(UnspecializedNNModuleVariable, name))
 _attribute_of_module: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
 _attribute_of_object: Any = vars(UserDefinedObjectVariable).get(_GETATTR)
 _HASATTR_BY_NAME = "attr" in signature(GuardBuilder.HASATTR).parameters  # not in torch 2.11
+_find_getattr: Any = vars(UserDefinedObjectVariable).get("_check_for_getattr")
 _build_variable = VariableBuilder.__call__
 _tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator
 _is_equal: Any = getattr(UserDefinedObjectVariable, "is_python_equal", None)  # None from 2.15 on
-_NOT_IN = getattr(  # torch 2.11: one guard says both
-    GuardBuilder, "DICT_NOT_CONTAINS", partial(GuardBuilder.DICT_CONTAINS, invert=True)
-)
 _keys_match = GuardBuilder.DICT_KEYS_MATCH
 _inlined: Any = torch._dynamo.symbolic_convert.InliningInstructionTranslator
 _find_global = _inlined.get_globals_source_and_value
@@ -116,17 +129,7 @@ def _compare(translator: Any, instruction: Any) -> None:
         has_read(*(side.value for side in sides))
     left, right = sides
     if left.source and right.source and left is not right and instruction.opname == "IS_OP":
-        _guard(lambda own, other: f"{other} is not {own}", left.source, right.source)
-
-
-def _guard(code: Callable[..., str], source: Source, *others: Source) -> None:
-    """Guard what Dynamo does not: an expression, made of how code reads the sources."""
-
-    def hold(builder: GuardBuilder, guard: Guard) -> None:
-        holds = code(*(builder.arg_ref(one.name) for one in (source, *others)))
-        builder.object_aliasing_guard_codes.append((holds, holds))
-
-    install_guard(source.make_guard(hold))
+        guard_by(lambda own, other: f"{other} is not {own}", left.source, right.source)
 
 
 _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjectVariable
@@ -134,6 +137,8 @@ _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjec
 
 def _module_attribute(self: Any, tx: Any, name: str) -> Any:
     has_read(self.value)
+    if (made := computed_once(self, tx, name)) is not None:
+        return made
     with _missing_until_found(self.source, name):
         return _attribute_of_module(self, tx, name)
 
@@ -164,6 +169,8 @@ def _object_attribute(self: Any, tx: Any, name: str) -> Any:
     is_key = found in (dict.__getitem__, dict.get) and not hasattr(kind, name)
     if is_key and name not in vars(self.value):
         return self.call_method(tx, found.__name__, [ConstantVariable.create(name)], {})
+    if (made := computed_once(self, tx, name)) is not None:
+        return made
     configuration = _kind_of_configuration()
     if not isinstance(self.value, configuration):
         with _missing_until_found(self.source, name):
@@ -199,7 +206,7 @@ def _build(self: Any, value: Any) -> Any:
         if isinstance(value, (torch.nn.Module, torch.Tensor)) and not method:
             has_read(value, _holder(self.source, self.tx.output.root_tx))
     if type(value) is float and value == 0 and self.source:  # 0.0 equals -0.0
-        _guard(lambda own: f"repr({own}) == '{value}'", self.source)
+        guard_by(lambda own: f"repr({own}) == '{value}'", self.source)
     return _build_variable(self, value)
 
 
@@ -230,6 +237,37 @@ def _global_of(self: Any, name: str) -> tuple[Any, Any, Source]:
     return (*found, source.base if self.f_globals.get(name) is os.environ else source)
 
 
+def _globals(self: Any, tx: Any) -> Any:
+    """``globals()``, to be read: where the graph would end at it in a function that is called, code
+    would ask for those of the outermost one. A write ends the graph."""
+    source = GlobalSource(tx.output.install_global_by_id("fxrl_globals", tx.f_globals))
+    items = {
+        ConstantVariable.create(name): LazyVariableTracker.create(
+            value, source=DictGetItemSource(source, name)
+        )
+        for name, value in tx.f_globals.items()
+    }
+    return ConstDictVariable(items, source=source)
+
+
+def _call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``variable.get()`` of a ``ContextVar``: what it says when the graph runs."""
+    if type(self.value) is not ContextVar or name != "get" or not self.source or kwargs:
+        return _method_of_object(self, tx, name, args, kwargs)
+    if not all(one.is_python_constant() for one in args):
+        return _method_of_object(self, tx, name, args, kwargs)
+    ask = partial(self.value.get, *(one.as_python_constant() for one in args))
+    try:
+        value = ask()
+    except LookupError:
+        return _method_of_object(self, tx, name, args, kwargs)
+    install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+    asked: Source = AttrSource(self.source, "get")
+    if args:
+        asked = GlobalSource(tx.output.install_global("fxrl_context", ask))
+    return VariableTracker.build(tx, value, CallFunctionNoArgsSource(asked))
+
+
 def _equals(self: Any, other: Any) -> bool:
     """Keys of dicts and sets that say themselves what they equal are asked: Dynamo goes by
     identity."""
@@ -257,7 +295,7 @@ def _found_in_class(walk: Callable[..., Source]) -> Callable[..., Source]:
         known = vars(output).setdefault("guarded_mro_absent_keys", set())  # torch 2.11 has none
         if name not in vars(kind) and source and (id(kind), name) not in known:
             known.add((id(kind), name))
-            absent = TypeDictSource(source).make_guard(partial(_NOT_IN, key=name))
+            absent = TypeDictSource(source).make_guard(partial(NOT_IN, key=name))
             install_guard(absent)
         found = walk(self, *args)
         if isinstance(getattr_static(kind, name, None), (FunctionType, classmethod)):
@@ -265,6 +303,21 @@ def _found_in_class(walk: Callable[..., Source]) -> Callable[..., Source]:
         return found
 
     return walk_mro
+
+
+def _getattr_of_class(self: Any) -> Any:
+    """A ``__getattr__`` is the one that it is until the class has another."""
+    kind, found = type(self.value), _find_getattr(self)
+    output = _tracer.current_tx().output
+    known = vars(output).setdefault("_guarded_getattrs", set())
+    if (
+        isinstance(found, FunctionType)
+        and found is not torch.nn.Module.__getattr__
+        and kind not in known
+    ):
+        known.add(kind)
+        guard_that(output.root_tx, lambda: getattr_static(kind, "__getattr__", None) is found)
+    return found
 
 
 def _holder(source: Any, root: Any) -> Any:
@@ -319,6 +372,7 @@ def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
     tensor, so that what is read of its sizes is guarded, and one on ``meta`` of the real one's
     class; the graph ends where they differ, or where values are read, which neither has.
     """
+    _by_registry(tx, arg, kind)
     kinds = kind.as_python_constant() if isinstance(arg, TensorVariable) else ()
     if not any(map(_says_itself, kinds if isinstance(kinds, tuple) else (kinds,))):
         return _is_instance(self, tx, arg, kind)
@@ -334,6 +388,34 @@ def _isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> Any:
     if len(answers) > 1 or own not in (torch.Tensor, torch.nn.Parameter):
         _end_here(f"whether {own.__name__} is one of {kinds} is known when it runs")
     return ConstantVariable.create(answers.pop())
+
+
+def _issubclass(self: Any, tx: Any, kind: Any, base: Any) -> Any:
+    made = _is_subclass(self, tx, kind, base)
+    _by_registry(tx, kind, base)
+    return made
+
+
+def _by_registry(tx: Any, given: Any, base: Any) -> None:
+    """An abstract base class has for subclasses what has been registered for one by now."""
+    with suppress(Exception):  # what is no class raises where it is asked
+        kinds = base.as_python_constant()
+        if not any(
+            isinstance(one, ABCMeta)
+            for one in pytree.tree_leaves(getattr(kinds, "__args__", kinds))
+        ):
+            return
+        kind = given.value if isinstance(given, UserDefinedClassVariable) else given.python_type()
+        asked = vars(tx.output).setdefault("_asked_of_registries", {})
+        if not asked:
+            guard_that(tx, partial(_registered_as_then, get_cache_token(), asked))
+        asked[kind, kinds] = issubclass(kind, kinds)
+
+
+def _registered_as_then(token: object, asked: dict[Any, bool]) -> bool:
+    return get_cache_token() == token or all(
+        issubclass(*pair) is answer for pair, answer in asked.items()
+    )
 
 
 def _end_here(why: str) -> NoReturn:
@@ -422,10 +504,12 @@ HANDLERS = {
 REPLACED: list[tuple[Any, str, Any]] = [
     (UserDefinedClassVariable, "call_function", _instance),
     (BuiltinVariable, "call_isinstance", _isinstance),
+    (BuiltinVariable, "call_globals", _globals),
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
     (UnspecializedNNModuleVariable, _GETATTR, _module_attribute),
+    (UserDefinedObjectVariable, "call_method", _call_method),
     (VariableBuilder, "__call__", _build),
     (GuardBuilder, "DICT_KEYS_MATCH", _keys_in_order),
     (_inlined, "get_globals_source_and_value", _global_of),
@@ -440,5 +524,9 @@ if _is_equal is not None:
     REPLACED.append((UserDefinedObjectVariable, "is_python_equal", _equals))
 if _attribute_of_object is not None:
     REPLACED.append((UserDefinedObjectVariable, _GETATTR, _object_attribute))
+if _is_subclass is not None:
+    REPLACED.append((BuiltinVariable, "call_issubclass", _issubclass))
+if _find_getattr is not None:
+    REPLACED.append((UserDefinedObjectVariable, "_check_for_getattr", _getattr_of_class))
 if not _KNOWS_NAMESPACES:
     UserDefinedClassVariable.supported_c_new_functions().add(SimpleNamespace.__new__)
