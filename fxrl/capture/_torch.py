@@ -174,19 +174,22 @@ def _methods() -> dict[str, Any]:
     return {name: one for name, one in vars(torch.Tensor).items() if hasattr(one, "__get__")}
 
 
+def _is_torchs(method: Any) -> bool:
+    """Or of C; what a library added to the class is its own."""
+    if not isinstance(method, FunctionType):
+        return True
+    return str(method.__globals__["__name__"]).startswith("torch.")
+
+
 _TOLD_BY = ("__repr__", "__str__", "__format__", "__dir__")
-_METHODS = {*dir(torch._C.TensorBase), *vars(torch.Tensor)}.difference(_TOLD_BY)
+_OWN = (name for name, method in vars(torch.Tensor).items() if _is_torchs(method))
+_METHODS = {*dir(torch._C.TensorBase), *_OWN}.difference(_TOLD_BY)
 
 
 def method_replaced() -> str | None:
     """The name of a method of tensors in whose place the user has put another, if there is one."""
     methods = vars(torch.Tensor).items()
-    mine = ((name, one) for name, one in methods if isinstance(one, FunctionType))
-    return next((name for name, one in mine if name in _METHODS and not _is_torchs(one)), None)
-
-
-def _is_torchs(function: FunctionType) -> bool:
-    return str(function.__globals__["__name__"]).startswith("torch.")
+    return next((n for n, one in methods if not _is_torchs(one) and n in _METHODS), None)
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
