@@ -33,6 +33,7 @@ def _answered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What a cached function says is what its cache has, where it is asked by what is known: it is
     called, as eager would, now and by a guard. Of tensors, and of sizes that vary, it is traced as
     if there were no cache."""
+    self = _as_held(self)
     cached = self.wrapper_obj
     known = hasattr(cached, "cache_info") and _is_users(cached)
     known = known and _get_current_dispatch_mode() is None  # a cache is to keep no fake tensor
@@ -73,6 +74,15 @@ def computed_once(self: Any, tx: Any, name: str) -> Any:
     made = VariableTracker.build(tx, found.func, source).call_function(tx, [self], {})
     effects.store_attr(self, name, made)
     return made
+
+
+def _as_held(wrapped: Any) -> Any:
+    """One that an object holds itself is no method, for which torch 2.11 takes it."""
+    held = (one for owner in wrapped.self_args() for one in vars(owner.value).values())
+    if not any(one is wrapped.wrapper_obj for one in held):
+        return wrapped
+    how = wrapped.wrapper_obj, wrapped.attr_to_trace
+    return WrapperUserFunctionVariable(*how, source=wrapped.source)
 
 
 def _is_users(cached: Any) -> bool:
