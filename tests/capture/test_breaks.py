@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
@@ -201,6 +202,30 @@ def test_what_is_printed_ends_no_graph(loss_fn: Any, capsys: pytest.CaptureFixtu
         assert len(lines) == count
     assert fused(step)
     assert len(step.captures) == 1
+
+
+class OldWarning(FutureWarning):
+    pass
+
+
+def warned(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    warnings.warn("logits are old", OldWarning, 2)
+    warnings.warn(f"{logits.size(-1)} columns", category=UserWarning, stacklevel=2)
+    return -token_logps(logits, batch["ids"]).mean()
+
+
+def test_a_warning_of_a_class_ends_no_graph() -> None:
+    model = make_model()
+    step = optimize(model, warned, CONFIG)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            step(fixed(make_batch()))
+        told = [(one.category, str(one.message)) for one in heard]
+        assert told == [(OldWarning, "logits are old"), (UserWarning, f"{VOCAB} columns")]
+    assert fused(step)
+    assert captures(step) == 1
 
 
 def timed(model: nn.Module, batch: Any) -> Any:
