@@ -80,6 +80,33 @@ def own_function(model: nn.Module, batch: Any) -> Tensor:
     return -token_logps(logits, batch["ids"]).mean()
 
 
+class FoundRows(torch.autograd.Function):
+    """Its forward counts rows by their values."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        rows = (logits.sum(-1) > 0).nonzero()  # here
+        return logits + 0 * rows.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def test_a_count_inside_of_a_function_costs_no_more_than_the_head() -> None:
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        return -token_logps(FoundRows.apply(model(batch["ids"])), batch["ids"]).mean()
+
+    model = make_model()
+    step = optimize(model, counted, QUIET)
+    for rows in (3, 4):
+        assert_matches_eager(step, counted, model, make_batch(rows))
+    assert captures(step) > 0  # the model, and what reads its result
+    here = FoundRows.forward.__code__.co_firstlineno + 2
+    told = [r.reason for r in step.report.of_kind("missed") if r.source.endswith(f".py:{here}")]
+    assert any("output shape depends on" in reason for reason in told), step.report
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
