@@ -44,6 +44,7 @@ def canonicalize(graph: fx.Graph) -> None:
     _pad_rows_in_order(graph)
     _settle_slices(graph)
     _rejoin_rows(graph)
+    _index_gathered_rows(graph)
     eliminate_dead_code(graph)
     _equate_gathers(graph)
 
@@ -155,6 +156,54 @@ def _rejoin_rows(graph: fx.Graph) -> None:
         for reader in [user for user in flat.users if is_call(user, aten.sym_size.int)]:
             with builder.before(reader):
                 reader.replace_all_uses_with(_numel(builder, source))
+
+
+def _index_gathered_rows(graph: fx.Graph) -> None:
+    """Spell ``x.gather(1, at[..., None].expand(-1, -1, V))``, which takes whole rows, as indexing.
+
+    A gather raises at negative positions, which indexing counts from the end: here these are none.
+    """
+    builder = Builder(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.gather.default):
+        source, index, dim = (bound(node)[name] for name in ("self", "index", "dim"))
+        if not is_call(index, aten.expand.default) or not _takes_rows(source, index, dim):
+            continue
+        dim, rank = dim % len(shape_of(source)), len(shape_of(source))
+        with builder.before(node):
+            at = bound(index)["self"]
+            for _ in range(dim + 1, rank):
+                at = builder.call(aten.select.int, at, -1, 0)
+            negative = builder.call(aten.lt.Scalar, at, 0)
+            at = builder.call(aten.masked_fill.Scalar, at, negative, _NOWHERE)
+            places = [_all_of(builder, index, d, dim) for d in range(dim)]
+            rows = builder.call(aten.index.Tensor, source, [*places, at])
+            node.replace_all_uses_with(rows)
+        graph.erase_node(node)
+
+
+_NOWHERE = 2**62  # a position that no tensor has
+
+
+def _takes_rows(source: fx.Node, index: fx.Node, dim: int) -> bool:
+    """Whether an expanded index has one position for all that is behind ``dim``, which it takes
+    whole, of each that is before."""
+    sizes, taken, given = map(shape_of, (source, index, bound(index)["self"]))
+    dim %= len(sizes)
+    whole = [pair for d, pair in enumerate(zip(sizes, taken, strict=True)) if d != dim]
+    return (
+        dim + 1 < len(sizes) == len(given)
+        and all(isinstance(size, int) and size == 1 for size in given[dim + 1 :])
+        and all(has_hint(*pair) and bool(pair[0] == pair[1]) for pair in whole)
+    )
+
+
+def _all_of(builder: Builder, index: fx.Node, dim: int, last: int) -> fx.Node:
+    """Every position of ``dim``, as broadcast with those of the dims up to ``last``."""
+    size, device = builder.call(aten.sym_size.int, index, dim), val_of(index).device
+    place = builder.call(aten.arange.default, size, device=device)
+    for _ in range(dim, last):
+        place = builder.call(aten.unsqueeze.default, place, -1)
+    return place
 
 
 def _equate_gathers(graph: fx.Graph) -> None:

@@ -365,7 +365,8 @@ def _next(way: int, failure: Exception) -> int:
 
 def _decided_by_data(error: Exception) -> bool:
     text = str(error).lower()
-    return isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in text
+    counted = "data-dependent" in text or "unbacked symbol" in text  # a count that a body keeps
+    return counted or isinstance(error, GuardOnDataDependentSymNode)
 
 
 def _kind(batch: Any) -> Any:

@@ -23,8 +23,9 @@ def mark_batch(batch: Any) -> None:
 
     The index and bool tensors of two or more dims (token ids, masks) say what batch and length are.
     A tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
-    integers or bools, or its size is a length seen there (or one less: shifted). In a batch
-    of vectors alone each is a sequence, and dim 0 is its length.
+    integers or bools, or its size is a length seen there (or one less: shifted). Two dims of one
+    length at the end are a mask's: ``[T, T]``, ``[B, T, T]``, ``[B, 1, T, T]``. In a batch of
+    vectors alone each is a sequence, and dim 0 is its length.
     """
     tensors = [tensor for tensor in _tensors(batch) if not tensor.is_nested]
     index = [t for t in tensors if _is_index(t) and t.dim() > 0]
@@ -34,6 +35,9 @@ def mark_batch(batch: Any) -> None:
     if all(tensor.dim() < 2 for tensor in tensors):
         batches = {t.shape[0] - less for t in index for less in (0, 1)}
     for tensor in tensors:
+        if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] in lengths:
+            _mark(tensor, tensor.dim() - 2)
+            _mark(tensor, tensor.dim() - 1)
         if tensor.dim() == 0 or tensor.shape[0] not in batches:
             continue
         _mark(tensor, 0)

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata
@@ -78,6 +79,33 @@ class NormedGradient(torch.autograd.Function):
 def own_function(model: nn.Module, batch: Any) -> Tensor:
     logits = NormedGradient.apply(model(batch["ids"]))  # here
     return -token_logps(logits, batch["ids"]).mean()
+
+
+class FoundRows(torch.autograd.Function):
+    """Its forward counts rows by their values."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        rows = (logits.sum(-1) > 0).nonzero()  # here
+        return logits + 0 * rows.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def test_a_count_inside_of_a_function_costs_no_more_than_the_head() -> None:
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        return -token_logps(FoundRows.apply(model(batch["ids"])), batch["ids"]).mean()
+
+    model = make_model()
+    step = optimize(model, counted, QUIET)
+    for rows in (3, 4):
+        assert_matches_eager(step, counted, model, make_batch(rows))
+    assert captures(step) > 0  # the model, and what reads its result
+    here = FoundRows.forward.__code__.co_firstlineno + 2
+    told = [r.reason for r in step.report.of_kind("missed") if r.source.endswith(f".py:{here}")]
+    assert any("output shape depends on" in reason for reason in told), step.report
 
 
 @pytest.mark.parametrize(
@@ -202,6 +230,30 @@ def test_what_is_printed_ends_no_graph(loss_fn: Any, capsys: pytest.CaptureFixtu
         assert len(lines) == count
     assert fused(step)
     assert len(step.captures) == 1
+
+
+class OldWarning(FutureWarning):
+    pass
+
+
+def warned(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["ids"])
+    warnings.warn("logits are old", OldWarning, 2)
+    warnings.warn(f"{logits.size(-1)} columns", category=UserWarning, stacklevel=2)
+    return -token_logps(logits, batch["ids"]).mean()
+
+
+def test_a_warning_of_a_class_ends_no_graph() -> None:
+    model = make_model()
+    step = optimize(model, warned, CONFIG)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            step(fixed(make_batch()))
+        told = [(one.category, str(one.message)) for one in heard]
+        assert told == [(OldWarning, "logits are old"), (UserWarning, f"{VOCAB} columns")]
+    assert fused(step)
+    assert captures(step) == 1
 
 
 def timed(model: nn.Module, batch: Any) -> Any:

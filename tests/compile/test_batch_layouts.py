@@ -130,6 +130,13 @@ class Draw:
         half = self.T // 2
         return torch.cat([torch.arange(half), torch.arange(self.T - half)]).repeat(self.B, 1)
 
+    def packed(self, *shape):
+        """The dense mask of those two sequences, ``[*shape, T, T]``, and their positions."""
+        place = torch.arange(self.T)
+        mask = (place[:, None] >= place) & (place[:, None] < self.T // 2).eq(place < self.T // 2)
+        dense = torch.where(mask, 0.0, -1e9).double().repeat(*shape, 1, 1)
+        return {"attention_mask": dense, "position_ids": self.restarts()}
+
 
 # ---------------------------------------------------------------------------- what a loss reads
 def gathered(logits, targets):
@@ -330,6 +337,8 @@ LAYOUTS = [
         attention_mask=d.attention(slice(2))), kept, "Llama"),
     L("packed", lambda d, B, T: d.batch(position_ids=d.restarts()), attended, "Qwen3",
       ((1, 6), (1, 9))),
+    L("packed, dense mask", lambda d, B, T: d.batch(**d.packed(B, 1)), attended, "Qwen3"),
+    L("packed, one dense mask", lambda d, B, T: d.batch(**d.packed(1, 1)), attended, "Qwen3"),
 ]
 # fmt: on
 

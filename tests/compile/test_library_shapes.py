@@ -219,6 +219,18 @@ def rows_selected_before_the_loss(m, b):
 
 
 @shape
+def rows_gathered(m, b):
+    """As trlx picks the rows of actions: one position for all of a row's columns."""
+    logits, ids = shifted(m, b)
+    at = b["top"][:, :5, 0] % ids.size(1)
+    logits = logits.gather(1, at.unsqueeze(-1).expand(-1, -1, VOCAB))
+    return weighed(
+        picked(logits.log_softmax(-1), ids.gather(1, at)),
+        {name: b[name].gather(1, at) for name in ("adv", "mask")},
+    )
+
+
+@shape
 def selected_rows_counted(m, b):
     logits, ids = (x[b["mask"]] for x in shifted(m, b))
     return F.cross_entropy(logits, ids, reduction="sum") / max(logits.shape[0], 1)

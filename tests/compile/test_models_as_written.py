@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import pytest
 import torch
@@ -106,6 +106,20 @@ def written_namespace(model: Model, ids: Tensor) -> Any:
     assert hasattr(found, "logits")
     assert "logits" in vars(found)
     return found if vars(found)["scale"] == 2 else None
+
+
+class TypedOutput(TypedDict, total=False):
+    """Some keys may be missing."""
+
+    logits: Required[Tensor]
+    hidden: Tensor
+
+
+def typed_dict(model: Model, ids: Tensor) -> Any:
+    """As prime-rl's heads answer."""
+    found = TypedOutput({"hidden": model.hidden(ids)}, logits=model.embed(ids))
+    found["logits"] = model.head(found.get("hidden"))
+    return Output(**TypedOutput(logits=found["logits"] if "hidden" in found else found))
 
 
 def class_names(model: Model, ids: Tensor) -> Any:
@@ -212,6 +226,7 @@ USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = 
     (namespace, mean_logp, DRAWS),
     (written_namespace, mean_logp, DRAWS[:1]),
     (keys_as_attributes, mean_logp, DRAWS[:1]),
+    (typed_dict, mean_logp, DRAWS[:1]),
     (class_names, mean_logp, DRAWS[:1]),
     (own_activation, mean_logp, DRAWS[:1]),
     (running_statistics, mean_logp, DRAWS),

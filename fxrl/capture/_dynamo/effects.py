@@ -31,6 +31,7 @@ from torch._dynamo.variables import (
     SymNodeVariable,
     TensorVariable,
     TupleVariable,
+    UserDefinedClassVariable,
     UserDefinedObjectVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
@@ -96,11 +97,18 @@ def _as_it_is(printed: Any) -> Any:
     if type(printed) in (ListVariable, TupleVariable):
         parts = [_as_it_is(one) for one in printed.items]
         return None if None in parts else type(printed)(parts)
-    return printed if isinstance(printed, _PRINTED) else None
+    return printed if isinstance(printed, _PRINTED) or _is_category(printed) else None
 
 
 def _may_wait(name: str, value: Any) -> bool:
-    return isinstance(value, ConstantVariable) or (name == "file" and value.source is not None)
+    from_outside = name == "file" and value.source is not None
+    return isinstance(value, ConstantVariable) or from_outside or _is_category(value)
+
+
+def _is_category(value: Any) -> bool:
+    """A class from outside: ``warnings.warn("...", FutureWarning)``."""
+    kinds = BuiltinVariable, UserDefinedClassVariable
+    return isinstance(value, kinds) and value.source is not None
 
 
 class _AtEnd(DebuggingVariable):

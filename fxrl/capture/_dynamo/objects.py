@@ -67,6 +67,7 @@ from torch._dynamo.variables.nn_module import (
 from torch._guards import Guard, Source
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import is_typeddict
 
 from fxrl.capture._dynamo.caches import computed_once
 from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
@@ -339,6 +340,8 @@ def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         here = AttrSource(tx.import_source(__name__), _CrossEntropyLoss.__name__)
         own = UserDefinedClassVariable(_CrossEntropyLoss, source=here)
         return _make_instance(own, tx, args, kwargs)
+    if is_typeddict(self.value):  # Dynamo knows those alone that need all of their keys
+        return VariableTracker.build(tx, dict).call_function(tx, args, kwargs)
     if self.value is not SimpleNamespace or args or _KNOWS_NAMESPACES:
         return _make_instance(self, tx, args, kwargs)
     kind = UserDefinedClassVariable(_Namespace, source=self.source)
