@@ -30,6 +30,7 @@ from fxrl.ir.graph import (
     is_call,
     is_pointwise,
     is_whole_slice,
+    reached,
     shape_of,
     val_of,
 )
@@ -129,6 +130,8 @@ def _are_consecutive(node: fx.Node, dim: int, parts: list[Any]) -> bool:
 def _is_wide(value: fx.Node) -> bool:
     """Whether it is computed, row by row, from a product that widens its rows."""
     shaped = *RESHAPES, *COPIES, aten.slice.Tensor
-    while value.target in shaped or (is_pointwise(value) and not is_amplifier(value)):
-        value = as_node(value.args[0])
-    return is_amplifier(value)
+
+    def row_by_row(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if node.target in shaped or is_pointwise(node) else []
+
+    return any(map(is_amplifier, reached([value], row_by_row)))

@@ -506,6 +506,8 @@ return %_log_softmax""",
         lambda z: torch.cat([z[:, :2], z[:, 2:3].detach(), z[:, 3:-1]], 1),
         lambda z: torch.cat([z.detach()[1:2], z[2:]]),
         lambda z: torch.cat([z[:, 1:2], z[:, 2:4].detach()], 1),
+        lambda z: still(2.0**z, 2),
+        lambda z: still(torch.where(z > 0, z, 0.5 * z), 2),
     ],
 )
 def test_parts_in_their_order_are_chosen(join):
