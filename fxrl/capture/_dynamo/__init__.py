@@ -5,7 +5,7 @@ would end the graph at.
 
 ``data``     what Python decides by data          ``effects``  what does something besides
 ``objects``  imports, classes, instances, layers  ``ends``     where a graph may end
-``caches``   what Python computes once         ``counters`` what it counts
+``caches``   what Python computes once            ``counters`` what it counts
 
 Each has ``REPLACED``, methods of Dynamo, and maybe ``HANDLERS``, instructions of Python that are
 traced otherwise; all are put back behind each capture.
