@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engines.weights.share.sharing_sweep import ENVIRONMENT
 
@@ -69,9 +70,12 @@ def test_architectures_share_all_their_weights(said):
         assert line["warnings"] == []
     assert "packed" in qwen3["how"]
     assert "packed" not in phi3["how"]
-    assert packed["shared"] == 0, packed
     assert packed["logits_equal"]
-    assert "update_weights" in packed["why"][0]
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":  # for which vLLM has no packed kernels
+        assert packed["copied"] == 0, packed
+    else:
+        assert packed["shared"] == 0, packed
+        assert "update_weights" in packed["why"][0]
 
 
 def test_an_optimizer_step_is_seen_by_the_next_rollout(said):
