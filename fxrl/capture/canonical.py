@@ -166,9 +166,10 @@ def _index_gathered_rows(graph: fx.Graph) -> None:
     builder = Builder(graph)
     for node in graph.find_nodes(op="call_function", target=aten.gather.default):
         source, index, dim = (bound(node)[name] for name in ("self", "index", "dim"))
+        rank = len(shape_of(source))
+        dim %= rank
         if not is_call(index, aten.expand.default) or not _takes_rows(source, index, dim):
             continue
-        dim, rank = dim % len(shape_of(source)), len(shape_of(source))
         with builder.before(node):
             at = bound(index)["self"]
             for _ in range(dim + 1, rank):
@@ -188,7 +189,6 @@ def _takes_rows(source: fx.Node, index: fx.Node, dim: int) -> bool:
     """Whether an expanded index has one position for all that is behind ``dim``, which it takes
     whole, of each that is before."""
     sizes, taken, given = map(shape_of, (source, index, bound(index)["self"]))
-    dim %= len(sizes)
     whole = [pair for d, pair in enumerate(zip(sizes, taken, strict=True)) if d != dim]
     return (
         dim + 1 < len(sizes) == len(given)

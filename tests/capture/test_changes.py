@@ -300,9 +300,24 @@ class Caching:
         return self.width * scale
 
 
+class Slotted:
+    """Has no dictionary of its own."""
+
+    __slots__ = ("width",)
+
+    @functools.cache  # noqa: B019
+    def twice(self) -> float:
+        return 2 * self.width
+
+
+SLOTTED = Slotted()
+SLOTTED.width = 1.5
+
+
 def caching_loss(model: nn.Module, batch: Any, said: Caching) -> torch.Tensor:
     said.seen().append(2.0)
     numbers = said.of_number(2) + said.of_number(n=3) + said.method() + len(said.seen())
+    numbers = numbers + SLOTTED.twice()
     return policy_loss(model, batch) * said.tensor() * numbers * said.of_one(2) * said.of_one(3)
 
 

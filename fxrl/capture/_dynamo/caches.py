@@ -78,8 +78,8 @@ def computed_once(self: Any, tx: Any, name: str) -> Any:
 
 def _as_held(wrapped: Any) -> Any:
     """One that an object holds itself is no method, for which torch 2.11 takes it."""
-    held = (one for owner in wrapped.self_args() for one in vars(owner.value).values())
-    if not any(one is wrapped.wrapper_obj for one in held):
+    held = (getattr(owner.value, "__dict__", {}) for owner in wrapped.self_args())
+    if not any(one is wrapped.wrapper_obj for attributes in held for one in attributes.values()):
         return wrapped
     how = wrapped.wrapper_obj, wrapped.attr_to_trace
     return WrapperUserFunctionVariable(*how, source=wrapped.source)

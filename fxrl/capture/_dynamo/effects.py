@@ -177,7 +177,9 @@ def _store(name: str) -> Callable[[Any, Any], None]:
     def store(translator: Any, instruction: Any) -> None:
         stack, of_item = translator.stack, name == "STORE_SUBSCR"
         value, owner = stack[-3:-1] if of_item else stack[-2:]
-        if instruction.argval == "requires_grad" and _may_require_grad(translator, owner, value):
+        if instruction.argval == "requires_grad" and _told_to_require_grad(
+            translator, owner, value
+        ):
             translator.popn(2)
             return
         if not _is_unseen_list(value):
@@ -192,9 +194,10 @@ def _store(name: str) -> Callable[[Any, Any], None]:
     return store
 
 
-def _may_require_grad(tx: Any, tensor: Any, told: Any) -> bool:
-    """Whether a tensor that a checkpointed function makes is told to require a gradient, as T5
-    tells a bias of zeros. Code sees that it does; nobody can ask for the gradient."""
+def _told_to_require_grad(tx: Any, tensor: Any, told: Any) -> bool:
+    """Let a tensor that a checkpointed function makes require a gradient, as T5 tells a bias of
+    zeros: code sees that it does, and nobody can ask for the gradient. False for all else, which
+    Dynamo sees to."""
     tensor, told = tensor.realize(), told.realize()
     made_here = isinstance(tensor, TensorVariable) and tensor.source is None
     if not made_here or not _in_body(tx) or tensor.requires_grad or tensor.has_grad_fn:
