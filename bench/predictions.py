@@ -8,9 +8,9 @@ second, and ``--repeats 0`` off the first, with what it compiles.
 
 A case is ``shape:rank:layers:rows:tokens:gpu_memory:host_memory``; rank 0 trains in full, ``-`` is
 what is free. ``:packed`` (eight documents in a row), ``:padded`` (half of the first rows' tokens),
-``:weights=nf4`` (or ``int4``, ``fp8``; of what is frozen), ``:micro-batches=N`` and
-``:plan=attention/gpu/host/4096/8`` (of every layer, as ``--plan`` of ``bench.update_step`` with
-strokes for commas) may follow.
+``:weights=nf4`` (or ``int4``, ``fp8``; of what is frozen), ``:host-embeddings`` (their tables in
+host memory), ``:micro-batches=N`` and ``:plan=attention/gpu/host/4096/8`` (of every layer, as
+``--plan`` of ``bench.update_step`` with strokes for commas) may follow.
 
     fxrl bench predictions
     fxrl bench predictions --cases qwen3-8b:32:12:1:8192:9.5GiB:30GiB
@@ -32,7 +32,7 @@ from bench.lib import common, qwen
 from bench.update_step import make_plan
 from fxrl import losses
 from fxrl.ir.plan import CutLayer
-from fxrl.models import quantize
+from fxrl.models import offload_embeddings, quantize
 from fxrl.ops import host_memory
 
 COLUMNS = (
@@ -80,6 +80,7 @@ CASES = (
     "qwen3-30b-a3b:32:4:1:8192:16GiB:0",
 )
 _MICRO_BATCHES, _PLAN, _WEIGHTS = "micro-batches=", "plan=", "weights="
+_HOST_EMBEDDINGS = "host-embeddings"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,7 +118,9 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
     layout = next((word for word in words if word in qwen.MASKS), "none")
     asked: dict[str, Any] = {
         "shape": shape,
-        "trained": (f"LoRA r={rank}" if rank else "all") + "".join(f" on {w}" for w in weights),
+        "trained": (f"LoRA r={rank}" if rank else "all")
+        + "".join(f" on {w}" for w in weights)
+        + (", embeddings on the host" if _HOST_EMBEDDINGS in words else ""),
         "layers": layers,
         "rows x tokens": f"{rows} x {tokens}",
         "layout": layout,
@@ -139,6 +142,8 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
         model = qwen.make_model(shape, args.device, layers=layers, rank=rank, checkpointing=False)
         for kind in weights:
             quantize(model, kind)
+        if _HOST_EMBEDDINGS in words:
+            offload_embeddings(model)
         batch = qwen.drawn_batch(model, rows, tokens, torch.Generator(args.device).manual_seed(0))
         batch |= qwen.layout(batch["input_ids"], layout, tokens // 2)
         plan = make_plan(plans[0] if plans else "", model)

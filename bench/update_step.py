@@ -25,6 +25,7 @@ from torch import nn
 
 import fxrl
 from bench.lib import common, qwen
+from fxrl.models import offload_embeddings
 from fxrl.ops import host_memory
 from fxrl.passes import REGISTRY
 
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         f"attention: {args.attention}, attention_mask: {args.mask}; fxrl with min_saved_bytes=0, "
         f"on_miss=error; checkpointing {'off' if args.no_checkpointing else 'on'}; "
         f"{args.micro_batches} micro-batches an update; layers' plan: {args.plan or 'default'}; "
-        f"gpu_memory: {args.gpu_memory or 'free'}, host_memory: {args.host_memory or 'free'}",
+        f"gpu_memory: {args.gpu_memory or 'free'}, host_memory: {args.host_memory or 'free'}"
+        + ("; embeddings in host memory" if args.offload_embeddings else ""),
         f"{args.loss}; {args.shape} shape, {trained}, bf16, random weights; rows of {args.prompt} "
         f"prompt and {args.completion} completion tokens; card: {args.card or 'all'} GiB",
         "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
@@ -161,6 +163,8 @@ def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
         checkpointing=not args.no_checkpointing,
         input_hook=not args.no_input_hook,
     )
+    if args.offload_embeddings:
+        offload_embeddings(model)
     batch = qwen.make_batch(
         model,
         device=args.device,
@@ -343,6 +347,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
         "--card", type=float, metavar="GIB", help="what PyTorch may allocate, eager too"
     )
     parser.add_argument("--host-memory", metavar="SIZE")
+    parser.add_argument("--offload-embeddings", action="store_true", help="frozen ones, for all")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=common.words)
     parser.add_argument("--ref-layers", type=int, default=12)

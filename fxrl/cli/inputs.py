@@ -19,7 +19,15 @@ from fxrl.ir.plan import Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.losses import by_name, completion_logits, token_stats
 from fxrl.losses.own_code import importable_from, load_function
-from fxrl.models import ModelError, build_from_config, fetch_smollm2, load_model, lora, tiny_config
+from fxrl.models import (
+    ModelError,
+    build_from_config,
+    fetch_smollm2,
+    load_model,
+    lora,
+    offload_embeddings,
+    tiny_config,
+)
 from fxrl.models.hf import why_no_hub
 from fxrl.models.load import Source, find_file, read_config, resolve
 from fxrl.models.quantized import Asked, Quantization, settled, skeleton_in_bits
@@ -174,7 +182,15 @@ def _sharing(args: argparse.Namespace) -> int:
 
 
 def _trainable(model: nn.Module, args: argparse.Namespace) -> nn.Module:
-    return (lora(model, r=args.lora, seed=0) if args.lora else model).train()
+    model = lora(model, r=args.lora, seed=0) if args.lora else model
+    if args.offload_embeddings:
+        if getattr(args, "rollout", None):
+            raise ConfigError(
+                f"--rollout {args.rollout}: the embeddings are vLLM's, and lie on the GPU; leave "
+                "it or --offload-embeddings out"
+            )
+        model = offload_embeddings(model)
+    return model.train()
 
 
 def target(name: str) -> Target:

@@ -134,6 +134,11 @@ def _model_and_loss(
         help="embeddings and loss head likewise, which stay as they are otherwise",
     )
     sub.add_argument(
+        "--offload-embeddings",
+        action="store_true",
+        help="frozen embeddings lie in host memory, and what is looked up is read from there",
+    )
+    sub.add_argument(
         "--dtype",
         default=dtype,
         choices=["fp64", "fp32", "bf16", "fp16"],

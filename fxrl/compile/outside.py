@@ -15,6 +15,8 @@ from fxrl.analysis.stretches import Stretch
 from fxrl.compile.bodies.figures import Figures
 from fxrl.compile.region_costs import Profiles, call_cost, eager_seconds, off_meta
 from fxrl.ir.graph import (
+    EMBEDDING,
+    HOST_ROWS,
     base_of,
     bound,
     inputs_of,
@@ -67,6 +69,8 @@ class Outside:
         between: what is behind each of the others, None where that is nothing.
         base_bytes: alive during the whole step.
         held_bytes: of these, gradients that are there when the step begins.
+        table_bytes: of these, those of frozen embeddings, which could lie in host memory.
+        looked_up_seconds: what reading them there would take.
         head_bytes: the most that is allocated between the last layer's forward and its backward.
         seconds: of all ops.
     """
@@ -84,11 +88,15 @@ class Outside:
         self._runs, self._profiles, self._target, self._measure = runs, profiles, target, measure
         ops = [node for node in gm.graph.nodes if node.op == "call_function"]
         self.ahead, *between, self.behind = parts = _around(ops, runs)
-        weights = [node for node in inputs_of(gm.graph) if is_tensor(node)]
+        tensors = [node for node in inputs_of(gm.graph) if is_tensor(node)]
+        weights = [node for node in tensors if not _is_table(node, HOST_ROWS)]
         trained = [node for node in weights if needs_grad(node)]
         states = _ADAM_STATES * self._bytes(trained) // state_shards
         shared = self._bytes(self._shared(self.ahead)) + self._buffers(ops)
         self.held_bytes = self._bytes(holding)
+        tables = [node for node in weights if _is_table(node)]
+        self.table_bytes = self._bytes(tables)
+        self.looked_up_seconds = sum(self._bytes(one.users) for one in tables) / target.link
         self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES + self.held_bytes
         self.between = [self._between(part, parts[n + 2 :]) for n, part in enumerate(between)]
         # What only the head reads: its gradient is added at once to one that is there.
@@ -200,6 +208,8 @@ class Outside:
             figures = self._figures(node, region)
             return figures.forward_s + figures.backward_s
         measure, target = self._measure, self._target
+        if str(node.target) == HOST_ROWS:
+            return self._bytes([node]) / target.link
         brought = brought_bytes(node, measure) / target.peer_link
         if not is_loss_head(node):
             return brought
@@ -221,6 +231,16 @@ def _around(ops: Sequence[fx.Node], runs: Sequence[Stretch]) -> list[Sequence[fx
     ends = [0, *(place[run.nodes[-1]] + 1 for run in runs)]
     begins = [*(place[run.nodes[0]] for run in runs), len(ops)]
     return [ops[end:begin] for end, begin in zip(ends, begins, strict=True)]
+
+
+def _is_table(weight: fx.Node, lookup: str = EMBEDDING) -> bool:
+    """Whether a weight is frozen, and read by such lookups alone."""
+    found = {str(user.target) == lookup and _table(user) is weight for user in weight.users}
+    return found == {True} and not needs_grad(weight)
+
+
+def _table(lookup: fx.Node) -> Any:
+    return lookup.args[1 if str(lookup.target) == HOST_ROWS else 0]
 
 
 def _differentiated(head: fx.Node) -> set[str]:

@@ -198,7 +198,7 @@ class StepChain:
     @cached_property
     def places(self) -> list[Stretch | Between]:
         """What a chain is of: the runs of layers, and what is between them."""
-        pairs = zip_longest(self.runs, self._outside.between)
+        pairs = zip_longest(self.runs, self.outside.between)
         return [one for pair in pairs for one in pair if one is not None]
 
     # -- solving
@@ -280,7 +280,7 @@ class StepChain:
         """The chain of all layers with these options; by default with all that are possible."""
         if layers is None:
             layers = [self._options(place) for place in self.places]
-        outside = self._outside
+        outside = self.outside
         return Chain(
             tuple(map(tuple, layers)),
             outside.base_bytes,
@@ -314,7 +314,8 @@ class StepChain:
         return self.chain([[option] for option in options])
 
     @cached_property
-    def _outside(self) -> Outside:
+    def outside(self) -> Outside:
+        """What is no layer."""
         given = self.profiles, self.target, self.measure, self.holding, self.state_shards
         return Outside(self.gm, self.runs, *given)
 
@@ -384,7 +385,7 @@ class StepChain:
         """Bytes of the gradients of weights that are there when each place has made its own (see
         ``Chain.gradients``): whoever reads a weight last makes its gradient first. It is added to
         one that is there when all who read the weight have had their turn."""
-        parts = [self._outside.ahead, *(p.nodes for p in self.places), self._outside.behind]
+        parts = [self.outside.ahead, *(p.nodes for p in self.places), self.outside.behind]
         readers: dict[fx.Node, list[int]] = {}
         for place, nodes in enumerate(parts):
             for arg in {a for node in filter(needs_grad, nodes) for a in node.all_input_nodes}:

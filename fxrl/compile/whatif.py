@@ -102,7 +102,8 @@ class WhatIf:
         found = {name: (what, seconds) for name, what, seconds in self._more(chain)}
         won = {name: now - seconds for name, (_, seconds) in found.items()}
         binds = [n for n in sorted(won, key=lambda n: -won[n]) if won[n] > _MATTERS * now]
-        changes = [Change(what, seconds) for what, seconds in found.values()] + [*self._shorter()]
+        changes = [Change(what, seconds) for what, seconds in found.values()]
+        changes += [*self._shorter(), *self._tables(chain)]
         changes = [change for change in changes if now - change.seconds > _MATTERS * now]
         changes.append(Change(f"{_of_gpu(whole)}, where all is kept", least))
         return Advice(tuple(binds), tuple(sorted(changes, key=lambda change: change.seconds)))
@@ -159,6 +160,17 @@ class WhatIf:
         if (best := step.fastest(self.budget)) is not None:
             seconds = 2 * step_seconds(step.chain_of(best), best)
             yield Change("half the context, twice as many steps", seconds)
+
+    def _tables(self, chain: Chain) -> Iterator[Change]:
+        """The tables of frozen embeddings in host memory."""
+        outside = self.step.outside
+        if moved := outside.table_bytes:
+            head_s = chain.head_s + outside.looked_up_seconds
+            rest = replace(chain, base_bytes=chain.base_bytes - moved, head_s=head_s)
+            seconds = _seconds(rest, self.budget.gpu_bytes, self.budget.host_bytes)
+            assert seconds is not None, "what fits does so with more memory, too"
+            what = f"{format_bytes(moved)} of embeddings in host memory (offload_embeddings)"
+            yield Change(what, seconds)
 
 
 def _seconds(chain: Chain, gpu: int, host: int) -> float | None:

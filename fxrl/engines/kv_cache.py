@@ -20,8 +20,9 @@ from torch import nn
 from fxrl.config import MiB
 from fxrl.engines.engine import EngineError
 from fxrl.errors import ConfigError
+from fxrl.models.host_embedding import held_on_host
 from fxrl.models.quantized import dtype_of
-from fxrl.models.sharded import held_bytes
+from fxrl.models.sharded import Sharded
 
 #: What vLLM keeps asleep or awake, whatever the model's size: workspaces and buffers, 0.24 GiB,
 #: CUDA modules and graphs, 0.36 GiB (measured on an H200).
@@ -94,6 +95,16 @@ def _windows(text: Any, count: int) -> list[Any]:
             "known here; plan without a rollout"
         )
     return [window if _ATTENTION[kind] else None for kind in kinds]
+
+
+def held_bytes(model: nn.Module) -> int:
+    """GPU memory of a model's weights on this rank, and of the buffers that others' are brought
+    to."""
+    parts = {id(m.part): m for m in model.modules() if isinstance(m, Sharded)}.values()
+    pieces = [m.layout.piece_bytes(m.part.shape[1]) for m in parts]
+    held = sum(tensor.nbytes for m in parts for tensor in m.held)
+    own = sum(p.nbytes for p in model.parameters()) - held_on_host(model)
+    return own + held + 2 * max(pieces, default=0)
 
 
 def training_bytes(model: nn.Module, state_shards: int = 1) -> tuple[int, int]:

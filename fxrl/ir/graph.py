@@ -42,6 +42,8 @@ QUANTIZED_PRODUCTS = (FP8_LINEAR, DEQUANTIZED_MM, SHARDED_MM)
 #: Those of them whose weight can be read in pieces, and lookups of its rows.
 PIECEWISE_PRODUCTS = (DEQUANTIZED_MM, SHARDED_MM)
 PIECEWISE_ROWS = ("fxrl.dequantized_rows.default", SHARDED_ROWS)
+#: Lookups in a table, and in one that takes no GPU memory.
+EMBEDDING, HOST_ROWS = "aten.embedding.default", "fxrl.host_rows.default"
 QUANTIZE_ROWS = "fxrl.quantize_rows.default"
 #: From tokens to heads and back, among ranks that share a sequence.
 EXCHANGES = ("fxrl.seq_to_head.default", "fxrl.head_to_seq.default")
@@ -53,8 +55,10 @@ IS_PART = "holds_a_part_of_the_loss"
 
 def is_embedding(node: object) -> TypeGuard[fx.Node]:
     """Whether ``node`` looks rows up in a table of weights."""
-    return isinstance(node, fx.Node) and (
-        is_call(node, aten.embedding.default) or str(node.target) in PIECEWISE_ROWS
+    return isinstance(node, fx.Node) and str(node.target) in (
+        EMBEDDING,
+        HOST_ROWS,
+        *PIECEWISE_ROWS,
     )
 
 

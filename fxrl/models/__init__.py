@@ -2,6 +2,7 @@
 
 from fxrl.errors import MissingPackageError
 from fxrl.models.hf import FetchError, ModelError
+from fxrl.models.host_embedding import HostEmbedding, offload_embeddings
 from fxrl.models.load import build_from_config, load_model, load_tokenizer
 from fxrl.models.lora import lora
 from fxrl.models.quantized import Quantization, Quantized, QuantizedLinear, quantize
@@ -13,6 +14,7 @@ from fxrl.ops.sharded import Peers
 __all__ = [
     "TINY_KINDS",
     "FetchError",
+    "HostEmbedding",
     "MissingPackageError",
     "ModelError",
     "Peers",
@@ -27,6 +29,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "lora",
+    "offload_embeddings",
     "quantize",
     "shard",
     "tiny_config",

@@ -177,14 +177,6 @@ class ShardedEmbedding(Sharded, nn.Embedding):  # type: ignore[override]
         return sharded_rows(input, self.held, *self.layout)  # type: ignore[no-any-return]
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights on this rank, and of the buffers that others' are brought to."""
-    parts = {id(m.part): m for m in model.modules() if isinstance(m, Sharded)}.values()
-    pieces = [m.layout.piece_bytes(m.part.shape[1]) for m in parts]
-    held = sum(tensor.nbytes for m in parts for tensor in m.held)
-    return sum(p.nbytes for p in model.parameters()) + held + 2 * max(pieces, default=0)
-
-
 # ---------------------------------------------------------------------------- which, and where
 @dataclass(frozen=True, slots=True)
 class Shared(HeldWeight):

@@ -221,7 +221,7 @@ class HostPool:
     def _pages(self, count: int) -> tuple[Tensor, ...]:
         """Raises ``OSError`` or ``RuntimeError``."""
         pinned, size = self._stream is not None, count * PAGE
-        whole = _pinned(self.device, size) if pinned else torch.empty(size, dtype=torch.uint8)
+        whole = pinned_bytes(self.device, size) if pinned else torch.empty(size, dtype=torch.uint8)
         return whole.view(count, PAGE).unbind()
 
     def _error(self, missing: int) -> HostMemoryError:
@@ -234,7 +234,7 @@ class HostPool:
         )
 
 
-def _pinned(device: torch.device, size: int) -> Tensor:
+def pinned_bytes(device: torch.device, size: int) -> Tensor:
     """``[size]`` uint8 that a GPU reaches by itself. Raises ``OSError`` or ``RuntimeError``."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
@@ -266,6 +266,7 @@ def _populate(memory: np.ndarray[Any, Any]) -> None:
 
 def _unpin(device: torch.device, address: int) -> None:
     with torch.cuda.device(device):
+        torch.cuda.synchronize()  # a kernel may still read it
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 

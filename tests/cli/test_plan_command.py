@@ -69,6 +69,25 @@ def test_quantised_weights_take_their_bytes(capsys):
     assert re.search(why, run(capsys, *TINY, "--quantize-embeddings", code=2))
 
 
+def test_embeddings_on_the_host_take_no_gpu_memory(capsys):
+    size = "tiny:qwen3:layers=1,hidden=512,intermediate=2048,tie=0"
+    words = ["plan", size, "--context", "256", "--lora", "4"]
+    table = 2 * 512 * inputs.empty_model(parse(words)).config.vocab_size
+    whole, rest = (
+        json.loads(run(capsys, *words, *more, "--json"))["timeline"][0]["parts"]
+        for more in ([], ["--offload-embeddings"])
+    )
+    assert whole["weights and states"] - rest["weights and states"] == table
+    tied = [word.replace("tie=0", "tie=1") for word in words]
+    for code, why, asked in (
+        (2, "leave it or --offload-embeddings out", [*words, "--rollout", "8"]),
+        (1, "the model has no embedding whose table nothing else computes with", tied),
+        (1, "only embeddings that are trained", words[:-2]),
+    ):
+        told = " ".join(run(capsys, *asked, "--offload-embeddings", code=code).split())
+        assert why in told
+
+
 def test_sharded_weights_take_their_part_and_two_buffers(capsys):
     size = "tiny:qwen3:layers=1,hidden=1024,intermediate=8192"
     words = ["plan", size, "--context", "256", "--lora", "4", "--gpus", "2"]

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import fxrl
 from fxrl.compile.whatif import WhatIf
 from fxrl.inspect.explain import explained
 from fxrl.ir.plan import Plan
+from fxrl.models import offload_embeddings
 from fxrl.planner.budget import Budget
 from tests.passes.layered import GatedBlock, make_stack, square_loss
 
@@ -17,11 +19,13 @@ GiB = 2**30
 
 
 @functools.cache
-def asked():
+def asked(change=None):
     """Two rows of 2048 tokens; whatever is asked, this is traced once."""
     torch._dynamo.reset()
     with torch.device("meta"):
         model = make_stack(6, block=GatedBlock, width=64, heads=4, wide=256)
+        if change is not None:
+            change(model)
     passes = ("recompute", "offload", "tile-tokens", "group-heads")
     config = fxrl.Config(passes=passes, compile_regions=False, host_memory="1GiB")
     batch = {"ids": torch.zeros(2, 2048, dtype=torch.long)}
@@ -53,6 +57,30 @@ def test_too_little_of_the_gpu_binds():
     assert best.seconds == pytest.approx(asked().plan().step_seconds, abs=1e-4)
     assert best.seconds < now
     assert budget.host_bytes == 0
+
+
+def frozen_table(model):
+    model.embed = nn.Embedding(200_000, 64).requires_grad_(False)
+
+
+def frozen_table_on_the_host(model):
+    frozen_table(model)
+    offload_embeddings(model)
+
+
+def test_a_table_on_the_host_brings_what_it_is_said_to():
+    free, there = asked(frozen_table), asked(frozen_table_on_the_host)
+    table = free.plan().peak_gpu_bytes - there.plan().peak_gpu_bytes
+    assert table == 200_000 * 64 * 4
+    assert (free.step.outside.table_bytes, there.step.outside.table_bytes) == (table, 0)
+    budget = Budget(int(0.75 * there.plan().peak_gpu_bytes), 0, given=False)
+    tight, after = (
+        replace(one, planner=replace(one.planner, budget=budget)) for one in (free, there)
+    )
+    (change,) = [one for one in tight.advice().changes if "offload_embeddings" in one.what]
+    assert change.seconds == pytest.approx(after.planner.planned(after.step).step_seconds, abs=6e-5)
+    assert change.seconds < tight.planner.planned(tight.step).step_seconds
+    assert "offload_embeddings" not in str(after.advice())
 
 
 def test_nothing_fits():

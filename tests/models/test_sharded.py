@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing import get_context
 
 import fxrl
+from fxrl.engines.kv_cache import held_bytes
 from fxrl.engines.weights.lora.sites import AdapterError, lora_sites, why_not_mergeable
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.plan import CutLayer, Plan
@@ -29,7 +30,7 @@ from fxrl.models import (
 )
 from fxrl.models.checkpoint import owner_of
 from fxrl.models.load import write_model
-from fxrl.models.sharded import ShardedEmbedding, held_bytes
+from fxrl.models.sharded import ShardedEmbedding
 from fxrl.ops import sharded as sharded_ops
 from fxrl.ops.linear_logprob import DIFFERENTIABLE, OUTPUTS, linear_logprob
 from fxrl.ops.piecewise_head import PART, Held

@@ -205,6 +205,11 @@ def _engine_conflicts(config: TrainConfig) -> Iterator[str]:
             f"model.quantization={model.quantization!r} is the trainer's own, and vLLM shares "
             'weights as it holds them; set engine="torch", or leave it out'
         )
+    if model.offload_embeddings:
+        yield (
+            "model.offload_embeddings=true: the embeddings are vLLM's, and lie on the GPU; set "
+            'engine="torch", or leave it out'
+        )
     if model.sharded:
         yield (
             'model.sharded=true: vLLM needs the weights whole on each GPU; set engine="torch", '

@@ -94,6 +94,9 @@ class ModelConfig(Options):
             so, too, of which rows that are looked up, and a piece of the vocabulary at a time, are
             widened (where both are one weight, set both). A checkpoint in FP8, int4
             (compressed-tensors) or NF4 (bitsandbytes) is loaded as it is without this.
+        offload_embeddings: the tables of frozen embeddings in pinned host memory, for ``engine =
+            "torch"``: a step reads a few thousand of their rows, and their memory on the GPU is
+            free for what layers keep.
         sharded: the frozen weights under the adapter shared out over the ranks of a host, for
             ``engine = "torch"``: each rank reads and holds a part, and what a product needs of the
             others' comes while the one before runs. For what does not fit one GPU: it takes a copy
@@ -107,6 +110,7 @@ class ModelConfig(Options):
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
     quantization: Quantization | Literal["fp8", "int4", "nf4"] | None = None
+    offload_embeddings: bool = False
     sharded: bool = False
 
     def problems(self) -> Iterator[str]:
@@ -119,6 +123,16 @@ class ModelConfig(Options):
             yield (
                 f"lora: id={self.name!r} is an adapter, which is trained further as it is; leave "
                 "[model.lora] out, or merge it into its base model first"
+            )
+        if self.offload_embeddings and not self.adapted:
+            yield (
+                "offload_embeddings=true is of frozen weights, and without an adapter all are "
+                "trained; add [model.lora]"
+            )
+        if self.offload_embeddings and self.sharded:
+            yield (
+                "offload_embeddings=true: sharded=true shares the embeddings out over the ranks; "
+                "leave one of them out"
             )
         if self.sharded and not self.adapted:
             yield (

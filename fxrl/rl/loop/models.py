@@ -13,7 +13,16 @@ from torch import nn
 from fxrl.dtypes import at_least_float32
 from fxrl.errors import ConfigError
 from fxrl.losses import ValueHead
-from fxrl.models import ModelError, Peers, QuantizedLinear, load_model, lora, quantize, shard
+from fxrl.models import (
+    ModelError,
+    Peers,
+    QuantizedLinear,
+    load_model,
+    lora,
+    offload_embeddings,
+    quantize,
+    shard,
+)
 from fxrl.models.hf import VALUE_HEAD, load_value_head, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.models.quantized import as_quantization, in_bits
@@ -110,6 +119,8 @@ def trainable(model: nn.Module, *, config: TrainConfig, made: Path) -> nn.Module
     loaded_so = wanted.sharded or (isinstance(wanted.id, str) and not _is_only_here(wanted))
     if wanted.quantization is not None and not loaded_so:
         model = quantize(model, wanted.quantization)
+    if wanted.offload_embeddings:
+        model = offload_embeddings(model)
     if wanted.gradient_checkpointing:
         _checkpoint(model)
         if wanted.adapted:

@@ -18,12 +18,12 @@ import torch
 
 from fxrl import TrainStep
 from fxrl.dtypes import wide_dtype
-from fxrl.engines.kv_cache import RolloutMemory, training_bytes
+from fxrl.engines.kv_cache import RolloutMemory, held_bytes, training_bytes
 from fxrl.engines.ledger import ledger_of
 from fxrl.errors import FxrlError, first_line
 from fxrl.ir.remark import format_bytes
+from fxrl.models.host_embedding import held_on_host
 from fxrl.models.lora import is_adapted
-from fxrl.models.sharded import held_bytes
 from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import RunParts, prompts_each
@@ -64,6 +64,8 @@ def _stays(parts: RunParts) -> Iterator[str]:
     weights, states = training_bytes(parts.model, parts.updater.state_shards)
     words = f"{format_bytes(weights)} of weights and {format_bytes(states)} of optimizer"
     yield f"plan: {words} (as AdamW has) stay"
+    if hosted := held_on_host(parts.model):
+        yield f"  and {format_bytes(hosted)} of embeddings in host memory"
     if parts.teacher is not None:
         yield f"  and {format_bytes(held_bytes(parts.teacher))} of the teacher"
     if parts.updater.sharded:

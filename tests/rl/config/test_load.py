@@ -175,6 +175,12 @@ def test_one_wrong_value(config_file, override, words):
     assert "vllm.vllm" not in told
 
 
+@pytest.mark.parametrize("other", ["engine=vllm", "model.sharded=true", "model.lora=none"])
+def test_embeddings_on_the_host_are_frozen_and_the_trainers_own(config_file, other):
+    told = problems(config_file, "model.offload_embeddings=true", other)
+    assert any("offload_embeddings=true" in line for line in told)
+
+
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [

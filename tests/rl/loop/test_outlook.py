@@ -9,9 +9,10 @@ import torch
 
 from fxrl import Config, TrainStep
 from fxrl.distributed import Ranks
+from fxrl.engines.kv_cache import held_bytes
 from fxrl.errors import PlanError
 from fxrl.ir.remark import format_bytes
-from fxrl.models.sharded import held_bytes, shard_skeleton
+from fxrl.models.sharded import shard_skeleton
 from fxrl.planner.budget import Budget, Limits
 from fxrl.planner.target import TARGETS
 from fxrl.rl.loop import outlook
