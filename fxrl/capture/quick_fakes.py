@@ -1,0 +1,132 @@
+"""Results of views and elementwise ops over fake tensors, whose looks follow from the arguments'.
+
+    view                       dense x, a size      as_strided(x, size, the strides of a dense one)
+    convert_element_type       dense x, a dtype     what looks like x, in that dtype
+    mul, add, neg, rsqrt, ...  dense x, numbers,    what looks like x
+                               dense tensors that
+                               broadcast to it
+
+All else is asked of PyTorch, and so is what is not dense, or of several dtypes.
+
+NOTE [Why]: where sizes are symbols, comparing and multiplying them is what a trace does most of the
+time. PyTorch's reference for a view asks of every dim whether it can be merged with the next (2 to
+5 ms for [B, T, 4096], as_strided 0.4), that of an elementwise op of every pair of dims how they
+broadcast and in which order the strides are (1.5 to 6 ms). A layer's joint graph is half views and
+elementwise ops: without those questions it takes 0.6 s instead of 1.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fxrl.capture._torch import FakeTensor, FakeTensorMode
+from fxrl.ir.graph import Size
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Ask = Callable[..., Any]
+#: Ops whose result is of their tensors' dtype, where that is one in floating point.
+_ALIKE = {
+    aten.add.Tensor,
+    aten.div.Scalar,
+    aten.div.Tensor,
+    aten.exp.default,
+    aten.mul.Scalar,
+    aten.mul.Tensor,
+    aten.neg.default,
+    aten.pow.Tensor_Scalar,
+    aten.rsqrt.default,
+    aten.sigmoid.default,
+    aten.silu.default,
+    aten.sub.Tensor,
+}
+
+
+class QuickMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A fake mode that answers what it need not ask."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _answer(super().dispatch, func, types, args, kwargs)
+
+
+@contextmanager
+def quick(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Inside, a mode of somebody else's answers so, too."""
+    if mode is None or isinstance(mode, QuickMode) or "dispatch" in vars(mode):
+        yield
+        return
+    ask = mode.dispatch
+    mode.dispatch = lambda func, types, args=(), kwargs=None: _answer(  # type: ignore[method-assign]
+        ask, func, types, args, kwargs
+    )
+    try:
+        yield
+    finally:
+        del mode.dispatch
+
+
+def _answer(ask: Ask, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    if func is aten.view.default and _is_dense(args[0]) and all(map(_is_known, args[1])):
+        x, size = args
+        *strides, count = _dense_strides(size)
+        if _expr(count) == _expr(x.numel()):
+            return ask(aten.as_strided.default, types, (x, size, strides), {})
+    if func is prims.convert_element_type.default and _is_dense(args[0]):
+        return _dense_like(*args)
+    if func in _ALIKE and not kwargs and (x := _like_all(args)) is not None:
+        return _dense_like(x, x.dtype)
+    return ask(func, types, args, kwargs)
+
+
+def _like_all(args: Sequence[Any]) -> FakeTensor | None:
+    """The one of an elementwise op's tensors that the result looks like, if the others are of its
+    dtype, and of its size or broadcast to it."""
+    tensors = [arg for arg in args if type(arg) not in (int, float)]
+    if not all(map(_is_dense, tensors)) or not tensors[0].dtype.is_floating_point:
+        return None
+    most: FakeTensor = max(tensors, key=torch.Tensor.dim)
+    alike = all((x.dtype, x.device) == (most.dtype, most.device) for x in tensors)
+    return most if alike and all(_broadcasts(x.shape, most.shape) for x in tensors) else None
+
+
+def _broadcasts(shape: Sequence[Size], to: Sequence[Size]) -> bool:
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return all(_expr(size) in (1, _expr(wanted)) for size, wanted in pairs)
+
+
+def _is_dense(x: Any) -> bool:
+    """Whether it is a fake tensor without gaps, of no known numbers, whose sizes have hints."""
+    if type(x) is not FakeTensor or x.layout != torch.strided or x.constant is not None:
+        return False
+    if not all(map(_is_known, x.shape)) or not x.is_contiguous():
+        return False
+    if 1 not in map(_expr, x.shape):
+        return True
+    usual = _dense_strides(x.shape)[:-1]  # of a dim of size 1 the stride may be any
+    return [*map(_expr, x.stride())] == [*map(_expr, usual)]
+
+
+def _dense_like(x: FakeTensor, dtype: torch.dtype) -> FakeTensor:
+    made = torch.empty(x.shape, dtype=dtype, device="meta")
+    return FakeTensor(x.fake_mode, made, x.device)
+
+
+def _is_known(size: Size) -> bool:
+    """Whether a size is a number that can be multiplied by, or a symbol with a hint."""
+    return size > 0 if isinstance(size, int) else size.node.has_hint()
+
+
+def _expr(size: Size) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def _dense_strides(shape: Sequence[Size]) -> list[Size]:
+    """The strides of a tensor without gaps, and the count of its entries."""
+    products: list[Size] = [1]
+    for size in reversed(shape):
+        products.append(products[-1] * size)
+    count = products.pop()
+    return [*reversed(products), count]
