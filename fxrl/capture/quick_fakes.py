@@ -103,10 +103,10 @@ def _is_dense(x: Any) -> bool:
         return False
     if not all(map(_is_known, x.shape)) or not x.is_contiguous():
         return False
-    if 1 not in map(_expr, x.shape):
-        return True
-    usual = _dense_strides(x.shape)[:-1]  # of a dim of size 1 the stride may be any
-    return [*map(_expr, x.stride())] == [*map(_expr, usual)]
+    strides = [*map(_expr, x.stride()), 1]
+    sizes = [*map(_expr, x.shape), 1]  # of a dim of size 1 the stride may be any
+    usual = (strides[n + 1] * sizes[n + 1] for n in range(x.dim()))
+    return all(sizes[n] != 1 or strides[n] == wanted for n, wanted in enumerate(usual))
 
 
 def _dense_like(x: FakeTensor, dtype: torch.dtype) -> FakeTensor:

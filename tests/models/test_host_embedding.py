@@ -118,7 +118,8 @@ def test_it_takes_no_gpu_memory_and_the_plan_knows_it():
     assert peak - less == pytest.approx(table.nbytes, rel=0.02)
     assert planned - planned_less == table.nbytes
     assert loss == again
-    assert all(map(torch.equal, grads, same_grads))
+    for expected, grad in zip(grads, same_grads, strict=True):  # attention sums in any order
+        assert (grad - expected).norm() <= 1e-2 * expected.norm()
 
 
 def lora_of(model):
