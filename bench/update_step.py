@@ -1,8 +1,9 @@
 """One update, GRPO with LoRA by default: peak memory, time, and how far gradients are from fp32.
 
 Variants: ``eager``, ``fxrl`` (``fxrl.optimize`` over the same model), ``fxrl-fp8`` (frozen Linears
-in FP8), ``fxrl-layers-eager`` (with the layers run op by op) and ``compile`` (``torch.compile`` of
-the loss function). Hugging Face's gradient checkpointing is on (fxrl takes it over) unless
+in FP8), ``fxrl-fp8-wide`` (likewise, and the gradient of rows with the weight widened),
+``fxrl-layers-eager`` (with the layers run op by op) and ``compile`` (``torch.compile`` of the loss
+function). Hugging Face's gradient checkpointing is on (fxrl takes it over) unless
 ``--no-checkpointing``. Each gets the same weights, batch and a fresh optimizer. An update is
 forward, backward and optimizer step; its peak is over everything that lives on the device.
 
@@ -147,7 +148,8 @@ def make_step(
         min_saved_bytes=0,
         passes=tuple(n for n in REGISTRY if n not in layers) if eager_layers else None,
         on_miss="error",
-        precision="fp8" if variant == "fxrl-fp8" else "bf16",
+        precision="fp8" if variant.startswith("fxrl-fp8") else "bf16",
+        pass_options={"fp8-lora": {"gradient": "bf16"}} if variant == "fxrl-fp8-wide" else None,
         **(budgets or {}),
     )
     return fxrl.optimize(model, loss_fn, config, plan=make_plan(plan, model))
