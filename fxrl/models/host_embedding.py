@@ -59,7 +59,7 @@ def offload_embeddings(model: nn.Module) -> nn.Module:
 
     Of a model on the CPU they move when it goes to a GPU. A table that is the output layer's weight
     as well stays where it is, and so do those in 8 or 4 bits or shared out over ranks. Not for a
-    model whose weights are vLLM's.
+    model whose weights are vLLM's. ``Config.host_memory`` is what layers may take beside them.
 
     Raises:
         ModelError: there is no such table, or it is trained.
