@@ -17,8 +17,8 @@ elementwise ops: without those questions it takes 0.6 s instead of 1.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,27 +45,21 @@ _ALIKE = {
 }
 
 
+_ask = FakeTensorMode.dispatch
+
+
+def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return _answer(partial(_ask, self), func, types, args, kwargs)
+
+
 class QuickMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that answers what it need not ask."""
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _answer(super().dispatch, func, types, args, kwargs)
+    dispatch = _dispatch
 
 
-@contextmanager
-def quick(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Inside, a mode of somebody else's answers so, too."""
-    if mode is None or isinstance(mode, QuickMode) or "dispatch" in vars(mode):
-        yield
-        return
-    ask = mode.dispatch
-    mode.dispatch = lambda func, types, args=(), kwargs=None: _answer(  # type: ignore[method-assign]
-        ask, func, types, args, kwargs
-    )
-    try:
-        yield
-    finally:
-        del mode.dispatch
+#: While a step is captured Dynamo's own mode does so, too.
+REPLACED: list[tuple[Any, str, Any]] = [(FakeTensorMode, "dispatch", _dispatch)]
 
 
 def _answer(ask: Ask, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

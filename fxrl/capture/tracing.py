@@ -37,7 +37,6 @@ from fxrl.capture._torch import (
     without_functionalize_key,
 )
 from fxrl.capture.opaque import OpaqueCalls, Recorded, ToldAutograd, is_opaque, is_unseen
-from fxrl.capture.quick_fakes import quick
 from fxrl.capture.writes import DATA_GIVEN, Functional, storage_of, unwrap
 from fxrl.ir.graph import as_node, example_of, fake_mode_of, inputs_of, is_call, wrapper_of, writes
 from fxrl.ir.remark import Refusal
@@ -117,7 +116,6 @@ def tracing(gm: fx.GraphModule) -> Iterator[None]:
     with ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)
-            stack.enter_context(quick(mode))
             if mode.shape_env is not None:
                 stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(enable_python_dispatcher())

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fxrl.capture import quick_fakes
 from fxrl.capture._dynamo import caches, counters, data, effects, ends, objects
 from fxrl.capture._torch import dynamo_settings, sizes_from_data
 from fxrl.capture.branches import Branches
@@ -40,6 +41,7 @@ _REPLACED = [
     *ends.REPLACED,
     *caches.REPLACED,
     *counters.REPLACED,
+    *quick_fakes.REPLACED,
 ]
 
 
