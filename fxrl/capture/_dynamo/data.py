@@ -12,6 +12,7 @@ import dis
 import operator
 import re
 from collections.abc import Callable
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -27,15 +28,17 @@ from torch._dynamo.variables import (
     TupleVariable,
     UnspecializedNNModuleVariable,
 )
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
-from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.lists import BaseListVariable, ListVariable
 from torch._dynamo.variables.misc import NullVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxrl.capture._dynamo.frames import in_body
+from fxrl.capture._dynamo.later import Later, Listed
 from fxrl.capture._torch import dynamo_config
 from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
@@ -199,7 +202,33 @@ def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:
 
 
 def _listed(self: Any, tx: Any) -> Any:
-    return _to_list(_of_known_length(self, tx), tx)
+    """``x.tolist()``: numbers of the graph where the trace looks into it, else made behind it."""
+    value = self.as_proxy().node.meta.get("example_value")
+    sizes = getattr(value, "shape", ())
+    known = isinstance(value, torch.Tensor) and all(type(size) is int for size in sizes)
+    if known and not sizes:
+        return self.call_method(tx, "item", [], {})
+    counts = getattr(value, "dtype", None) in _INTEGERS
+    varies = any(type(size) is not int and size.node.has_hint() for size in sizes)
+    if in_body(tx) or (counts and not varies) or not isinstance(value, torch.Tensor):
+        return _rows_of(tx, self)
+    as_now = self.call_method(tx, "detach", [], {}).call_method(tx, "clone", [], {})
+    counted = counts or not known
+    look = partial(_rows_of, tx, as_now) if counted else partial(_numbers_of, tx, as_now)
+    return Later(Listed(as_now), look)
+
+
+def _rows_of(tx: Any, tensor: Any) -> Any:
+    return _to_list(_of_known_length(tensor, tx), tx)
+
+
+def _numbers_of(tx: Any, tensor: Any) -> Any:
+    """Numbers of the graph in lists, of a tensor whose sizes never vary."""
+    if not tensor.as_proxy().node.meta["example_value"].shape:
+        return tensor.call_method(tx, "item", [], {})
+    return ListVariable(
+        [_numbers_of(tx, one) for one in _unpack(tensor, tx)], mutation_type=ValueMutationNew()
+    )
 
 
 def _of_known_length(rows: Any, tx: Any) -> Any:
