@@ -335,6 +335,52 @@ def test_a_cache_says_what_it_has(monkeypatch: Any) -> None:
     assert fused(step)
 
 
+class Tables:
+    """Caches that are asked by sizes that vary, and by a weight."""
+
+    def __init__(self) -> None:
+        self.base = 1.0
+        self.drawn = functools.cache(lambda n: torch.rand(n, dtype=torch.float64))
+        self.norm = functools.cache(lambda w: w.detach().norm() * self.base)
+
+    @functools.cache  # noqa: B019
+    def table(self, n: int) -> torch.Tensor:
+        return torch.arange(n, dtype=torch.float64) * self.base * scale
+
+
+def tabled(model: nn.Module, batch: Any, tables: Tables) -> torch.Tensor:
+    logps = token_logps(model(batch["ids"]), batch["ids"]) * tables.table(n=batch["mask"].size(1))
+    return -(logps * batch["adv"]).mean() * tables.norm(model.mix.weight)
+
+
+def drawing(model: nn.Module, batch: Any, tables: Tables) -> torch.Tensor:
+    logps = token_logps(model(batch["ids"]), batch["ids"]) * tables.drawn(batch["mask"].size(1))
+    return -(logps * batch["adv"]).mean()
+
+
+def writing(model: nn.Module, batch: Any, tables: Tables) -> torch.Tensor:
+    tables.base += 1
+    return tabled(model, batch, tables)
+
+
+@pytest.mark.parametrize("loss_fn", [tabled, drawing, writing])
+def test_a_cache_keeps_what_it_said_of_a_size_that_varies(loss_fn: Any, monkeypatch: Any) -> None:
+    model, tables, wanted = make_model(dropout=0.0), Tables(), Tables()
+    step = optimize(model, partial(loss_fn, tables=tables), CONFIG)
+    for number, length in enumerate((7, 9, 8, 7, 9, 8, 7)):
+        batch, made = make_batch(length=length), []
+        if number == 3:
+            monkeypatch.setattr(sys.modules[__name__], "scale", 2.0)
+        with torch.no_grad():
+            model.mix.weight.mul_(1.1)
+        for one in (step, partial(loss_fn, model, tables=wanted)):
+            torch.manual_seed(number)
+            made.append(outcome(one, model, batch))
+        assert_same(*made)
+        assert loss_fn is not tabled or number > 2 or captures(step) == 1
+    assert fused(step)
+
+
 def test_what_a_cache_says_of_what_is_known_is_captured_once(monkeypatch: Any) -> None:
     said = functools.cache(lambda n: n * scale)
 
