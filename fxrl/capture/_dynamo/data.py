@@ -321,10 +321,34 @@ def _chunk(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """``torch.split(x, 8)`` is ``x.split(8)``."""
+    if self.value is torch.diff and _has_rows_of_data(args[0].realize()):
+        return VariableTracker.build(tx, _difference).call_function(tx, args, kwargs)
     method = _METHODS.get(self.value)
     if method is None or not args or not isinstance(args[0].realize(), TensorVariable):
         return _call(self, tx, args, kwargs)
     return args[0].realize().call_method(tx, method, [*args[1:]], kwargs)
+
+
+def _has_rows_of_data(x: Any) -> bool:
+    value = x.as_proxy().node.meta["example_value"]
+    return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in value.shape)
+
+
+def _difference(
+    input: torch.Tensor,  # the names that they have in torch
+    n: int = 1,
+    dim: int = -1,
+    prepend: torch.Tensor | None = None,
+    append: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``torch.diff`` of as many as data says; torch's own asks whether there are ``n``."""
+    parts = [one for one in (prepend, input, append) if one is not None]
+    joined = torch.cat(parts, dim) if len(parts) > 1 else input
+    for _ in range(n):
+        rest = joined.size(dim) - 1
+        later, earlier = joined.narrow(dim, 1, rest), joined.narrow(dim, 0, rest)
+        joined = later ^ earlier if input.dtype == torch.bool else later - earlier
+    return joined
 
 
 def _bound(args: Any, kwargs: Any, *names: str) -> tuple[Any, Any]:
