@@ -9,6 +9,7 @@ the graph checks it (``fxrl.capture.branches``).
 from __future__ import annotations
 
 import dis
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -72,6 +73,11 @@ _call_tensor = TensorVariable.call_method
 _make_range: Any = BuiltinVariable.call_range
 _call = TorchInGraphFunctionVariable.call_function
 _METHODS = {torch.split: "split", torch.functional.split: "split", torch.chunk: "chunk"}
+_ASKS = (torch.isnan, torch.isinf, torch.isfinite)
+_MATH: dict[Any, Any] = {getattr(math, one.__name__): one for one in _ASKS} | {
+    getattr(math, name): getattr(torch, name)
+    for name in ("exp", "expm1", "log", "log2", "log10", "log1p", "tanh")
+}
 _call_numpy = NumpyVariable.call_function
 _call_polyfill = PolyfilledFunctionVariable.call_function
 # The function that is captured and the branches that are followed in it, innermost last.
@@ -321,12 +327,34 @@ def _chunk(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """``torch.split(x, 8)`` is ``x.split(8)``."""
+    if self.value in _MATH and len(args) == 1 and _is_read_off(args[0]):
+        return _computed(tx, _MATH[self.value], args[0].realize())
     if self.value is torch.diff and _has_rows_of_data(args[0].realize()):
         return VariableTracker.build(tx, _difference).call_function(tx, args, kwargs)
     method = _METHODS.get(self.value)
     if method is None or not args or not isinstance(args[0].realize(), TensorVariable):
         return _call(self, tx, args, kwargs)
     return args[0].realize().call_method(tx, method, [*args[1:]], kwargs)
+
+
+def _is_read_off(number: Any) -> bool:
+    return isinstance(number.realize(), SymNodeVariable) and _known_when_run(number.realize())
+
+
+def _computed(tx: Any, function: Any, number: Any) -> Any:
+    """``math.exp(loss.item())``, which nothing in a graph takes, of a tensor. Python raises where
+    that has no finite result: it is a check of the graph."""
+    value = _wide(tx, number)
+    made = VariableTracker.build(tx, function).call_function(tx, [value], {})
+    if function not in _ASKS:
+        passes = VariableTracker.build(tx, _is_defined).call_function(tx, [value, made], {})
+        at = passes.as_proxy(), None, _user_line()
+        tx.output.create_proxy("call_function", check, at, {})
+    return made.call_method(tx, "item", [], {})
+
+
+def _is_defined(given: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    return made.isfinite() | given.isnan() | (given == torch.inf)
 
 
 def _has_rows_of_data(x: Any) -> bool:
