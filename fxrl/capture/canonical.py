@@ -159,7 +159,8 @@ def _rejoin_rows(graph: fx.Graph) -> None:
 
 
 def _index_gathered_rows(graph: fx.Graph) -> None:
-    """Spell ``x.gather(1, at[..., None].expand(-1, -1, V))``, which takes whole rows, as indexing.
+    """Spell ``x.gather(1, at[..., None].expand(-1, -1, V))``, which takes whole rows, as indexing;
+    ``repeat`` does for ``expand``.
 
     A gather raises at negative positions, which indexing counts from the end: here these are none.
     """
@@ -168,7 +169,7 @@ def _index_gathered_rows(graph: fx.Graph) -> None:
         source, index, dim = (bound(node)[name] for name in ("self", "index", "dim"))
         rank = len(shape_of(source))
         dim %= rank
-        if not is_call(index, aten.expand.default) or not _takes_rows(source, index, dim):
+        if not _is_spread(index) or not _takes_rows(source, index, dim):
             continue
         with builder.before(node):
             at = bound(index)["self"]
@@ -180,6 +181,18 @@ def _index_gathered_rows(graph: fx.Graph) -> None:
             rows = builder.call(aten.index.Tensor, source, [*places, at])
             node.replace_all_uses_with(rows)
         graph.erase_node(node)
+
+
+def _is_spread(index: fx.Node) -> bool:
+    """Whether it is a value of its rank whose dims of size 1 were expanded, or repeated."""
+    if is_call(index, aten.repeat.default):
+        given, made = shape_of(as_node(bound(index)["self"])), shape_of(index)
+        pairs = zip(given, made, strict=True) if len(given) == len(made) else [(2, 3)]
+        return all(
+            (isinstance(one, int) and one == 1) or (has_hint(one, other) and bool(one == other))
+            for one, other in pairs
+        )
+    return is_call(index, aten.expand.default)
 
 
 _NOWHERE = 2**62  # a position that no tensor has

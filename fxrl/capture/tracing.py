@@ -28,6 +28,7 @@ from fxrl.capture._torch import (
     FunctionalTensor,
     TorchDispatchMode,
     enable_python_dispatcher,
+    equate,
     get_decompositions,
     has_data_mutation,
     library_op,
@@ -282,7 +283,14 @@ class _Lowering(fx.Interpreter):
         return True
 
     def _whole(self, n: fx.Node) -> Any:
+        """A call that is not opened. Its results are known by Dynamo's sizes: those that data says
+        have symbols of this trace's own, so what both were given tells that they are one."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        for node in n.all_input_nodes:
+            theirs, ours = example_of(node), self.env[node]
+            if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
+                for their, our in zip(theirs.shape, ours.shape, strict=True):
+                    equate(their, our)
         with self._set_current_node(n), fx_traceback.set_current_meta(n):
             return self._opaque.call(n, args, kwargs)
 

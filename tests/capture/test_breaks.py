@@ -234,6 +234,33 @@ def test_what_is_printed_ends_no_graph(loss_fn: Any, capsys: pytest.CaptureFixtu
     assert len(step.captures) == 1
 
 
+def told(model: nn.Module, batch: Any) -> Any:
+    ids, logits = batch["ids"], model(batch["ids"])
+    logps = token_logps(logits, ids)
+    print(f"{ids.size(1)} tokens of {len(ids):>3d}, {{{logps.mean().item():.3f}}}")
+    means = logps.detach().mean(1)
+    of_rows, of_three = means.tolist(), torch.stack([means.sum(), *logps[0, :2]]).tolist()
+    means.zero_()
+    lengths = batch["mask"].sum(1).tolist()
+    numbers = {"rows": of_rows, "first": of_three[0], "lengths": lengths, "again": [of_rows]}
+    print(str(len(ids)), "rows")
+    return -logps.mean() * max(of_three), numbers
+
+
+def test_what_is_told_of_rows_neither_ends_a_graph_nor_compiles_in_how_many_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = make_model()
+    step = optimize(model, told, CONFIG)
+    for rows, length in ((3, 7), (4, 9), (5, 8), (2, 6)):
+        assert_matches_eager(step, told, model, make_batch(rows, length))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::4] + lines[1::4] == lines[2::4] + lines[3::4]
+    assert lines[0].startswith("7 tokens of   3, {")
+    assert fused(step)
+    assert captures(step) == 1
+
+
 class OldWarning(FutureWarning):
     pass
 
@@ -242,6 +269,8 @@ def warned(model: nn.Module, batch: Any) -> Tensor:
     logits = model(batch["ids"])
     warnings.warn("logits are old", OldWarning, 2)
     warnings.warn(f"{logits.size(-1)} columns", category=UserWarning, stacklevel=2)
+    warnings.warn(OldWarning("they are"), stacklevel=2)
+    warnings.warn(RuntimeWarning(f"of {logits.dtype}"), stacklevel=2)
     return -token_logps(logits, batch["ids"]).mean()
 
 
@@ -253,7 +282,8 @@ def test_a_warning_of_a_class_ends_no_graph() -> None:
             warnings.simplefilter("always")
             step(fixed(make_batch()))
         told = [(one.category, str(one.message)) for one in heard]
-        assert told == [(OldWarning, "logits are old"), (UserWarning, f"{VOCAB} columns")]
+        first = [(OldWarning, "logits are old"), (UserWarning, f"{VOCAB} columns")]
+        assert told == [*first, (OldWarning, "they are"), (RuntimeWarning, "of torch.float64")]
     assert fused(step)
     assert captures(step) == 1
 

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from abc import ABC
-from collections import ChainMap, OrderedDict, defaultdict
+from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -335,6 +335,52 @@ def test_a_cache_says_what_it_has(monkeypatch: Any) -> None:
     assert fused(step)
 
 
+class Tables:
+    """Caches that are asked by sizes that vary, and by a weight."""
+
+    def __init__(self) -> None:
+        self.base = 1.0
+        self.drawn = functools.cache(lambda n: torch.rand(n, dtype=torch.float64))
+        self.norm = functools.cache(lambda w: w.detach().norm() * self.base)
+
+    @functools.cache  # noqa: B019
+    def table(self, n: int) -> torch.Tensor:
+        return torch.arange(n, dtype=torch.float64) * self.base * scale
+
+
+def tabled(model: nn.Module, batch: Any, tables: Tables) -> torch.Tensor:
+    logps = token_logps(model(batch["ids"]), batch["ids"]) * tables.table(n=batch["mask"].size(1))
+    return -(logps * batch["adv"]).mean() * tables.norm(model.mix.weight)
+
+
+def drawing(model: nn.Module, batch: Any, tables: Tables) -> torch.Tensor:
+    logps = token_logps(model(batch["ids"]), batch["ids"]) * tables.drawn(batch["mask"].size(1))
+    return -(logps * batch["adv"]).mean()
+
+
+def writing(model: nn.Module, batch: Any, tables: Tables) -> torch.Tensor:
+    tables.base += 1
+    return tabled(model, batch, tables)
+
+
+@pytest.mark.parametrize("loss_fn", [tabled, drawing, writing])
+def test_a_cache_keeps_what_it_said_of_a_size_that_varies(loss_fn: Any, monkeypatch: Any) -> None:
+    model, tables, wanted = make_model(dropout=0.0), Tables(), Tables()
+    step = optimize(model, partial(loss_fn, tables=tables), CONFIG)
+    for number, length in enumerate((7, 9, 8, 7, 9, 8, 7)):
+        batch, made = make_batch(length=length), []
+        if number == 3:
+            monkeypatch.setattr(sys.modules[__name__], "scale", 2.0)
+        with torch.no_grad():
+            model.mix.weight.mul_(1.1)
+        for one in (step, partial(loss_fn, model, tables=wanted)):
+            torch.manual_seed(number)
+            made.append(outcome(one, model, batch))
+        assert_same(*made)
+        assert loss_fn is not tabled or number > 2 or captures(step) == 1
+    assert fused(step)
+
+
 def test_what_a_cache_says_of_what_is_known_is_captured_once(monkeypatch: Any) -> None:
     said = functools.cache(lambda n: n * scale)
 
@@ -375,10 +421,14 @@ def test_a_context_variable_is_read_as_the_graph_runs() -> None:
 
 
 Kept = defaultdict[str, list[Any]]
+rows: list[int] = []
 
 
 def keeps(model: nn.Module, batch: Any, kept: Kept) -> torch.Tensor:
+    global rows
     loss = policy_loss(model, batch)
+    rows += [len(batch["ids"])]
+    kept["newest"].insert(0, loss.detach())
     kept["loss"].append(loss.item())
     kept["pair"].append((loss.item(), len(batch["ids"])))
     kept["row"].append(row := {"loss": loss.detach()})
@@ -403,8 +453,40 @@ def test_a_list_that_grows_is_not_looked_into_unless_it_is_read(loss_fn: Any, ma
     for _ in range(4):
         assert_same(step(batch), loss_fn(model, batch, wanted))
     assert_same([*kept.values()], [*wanted.values()])
+    assert len(rows) == (8 if loss_fn is keeps else 0)
+    rows.clear()
     assert fused(step)
     assert captures(step) == made
+
+
+class Recent(nn.Module):
+    """Compares a loss with the last ones; more are forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: deque[torch.Tensor] = deque(maxlen=2)
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = policy_loss(model, batch)
+        self.losses.append(loss.detach() * batch["scale"])
+        return loss * torch.stack(list(self.losses)).mean()
+
+    def all(self) -> list[Any]:
+        return list(self.losses)
+
+
+def test_a_deque_forgets_what_is_too_much() -> None:
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    loss, wanted = Recent(), Recent()
+    step = optimize(model, loss, CONFIG)
+    for number in range(5):
+        batch["scale"] = torch.tensor(number + 1.0, dtype=torch.float64)
+        if number == 4:
+            loss.losses, wanted.losses = (deque(wanted.losses, maxlen=5) for _ in range(2))
+        result = outcome(step, model, batch)
+        assert_same(result, outcome(partial(wanted, model), model, batch))
+        assert_same(loss.all(), wanted.all())
+    assert captures(step) == 4
 
 
 class Growing(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.capture.mixer import (
     asserted,
     captures,
     fixed,
+    fused,
     make_batch,
     make_model,
     token_logps,
@@ -198,3 +201,26 @@ def test_layers_that_check_stay_one_body(compiled, monkeypatch):
         model.model.layers[1].input_layernorm.weight[0] = float("nan")
     with pytest.raises(ValueError, match="the input is not finite"):
         step(batch)
+
+
+def measured(model: nn.Module, batch: Any) -> Any:
+    loss = rest(model(batch["ids"]), batch)
+    if not math.isfinite(loss.item()):
+        raise ArithmeticError("no loss")
+    number = (loss.detach() * batch["by"]).item()
+    return loss, {"exp": math.exp(number), "log": math.log(number), "isnan": math.isnan(number)}
+
+
+def test_numbers_that_are_read_off_tensors_are_computed_with_in_the_graph() -> None:
+    model, batch = make_model(), fixed(make_batch())
+    sign = rest(model(batch["ids"]), batch).sign().detach()
+    step = optimize(model, measured, CONFIG)
+    for by in (1.0, 0.5, 0.1):
+        assert_matches_eager(step, measured, model, batch | {"by": by * sign})
+    assert captures(step) == 1
+    assert fused(step)
+    assert not [one for one in step.report.remarks if "graph break" in one.reason]
+    for by, error in ((1e9, OverflowError), (-1.0, ValueError)):
+        for one in (step, partial(measured, model)):
+            with pytest.raises(error):
+                one(batch | {"by": by * sign})

@@ -1160,3 +1160,32 @@ def test_a_cache_that_the_loss_reads():
         return output.logits.logsumexp(-1).mean() + keys.square().mean()
 
     check(optimized(model, loss), model, loss)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("qwen", marks=pytest.mark.slow), "gpt2"])
+def test_layers_of_a_batch_without_its_padding(kind):
+    """Packed into one row, whose length the mask says; GPT-2 asks for its shape behind them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": VOCAB, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    gpt = transformers.GPT2Config(**sizes, **dropout, bos_token_id=1, eos_token_id=1)
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(gpt).double()
+    model = qwen("full", "full") if kind == "qwen" else made
+
+    def loss(model, batch):
+        real, ids = batch["real"].bool(), batch["ids"]
+        packed, places = ids[real][None], (real.cumsum(-1) - 1)[real][None]
+        logits = model(input_ids=packed, position_ids=places, use_cache=False).logits.squeeze(0)
+        logp = logits.log_softmax(-1).gather(-1, packed.roll(-1, 1)[0][:, None])[:, 0]
+        steps = torch.diff(places[0], n=2, append=torch.zeros(1, dtype=torch.int64))
+        return -torch.zeros(real.shape).double().masked_scatter(real, logp).mean() + steps.sum()
+
+    step = optimized(model, loss)
+    for rows, length in ((3, 6), (2, 8)):
+        ids = torch.randint(0, VOCAB, (rows, length))
+        real = torch.arange(length) < torch.tensor([length, length - 3, 4][:rows])[:, None]
+        check(step, model, loss, {"ids": ids, "real": real.long()})
+    assert once(step) == "2 layers were captured as 1"
+    assert any(one.pass_name == "fuse-linear-logprob" for one in step.report.of_kind("applied"))
+    assert len(step.captures) == 1

@@ -224,6 +224,8 @@ def rows_gathered(m, b):
     logits, ids = shifted(m, b)
     at = b["top"][:, :5, 0] % ids.size(1)
     logits = logits.gather(1, at.unsqueeze(-1).expand(-1, -1, VOCAB))
+    every = torch.arange(5)[None, :, None].repeat(len(ids), 1, VOCAB)
+    logits = logits.gather(1, every)
     return weighed(
         picked(logits.log_softmax(-1), ids.gather(1, at)),
         {name: b[name].gather(1, at) for name in ("adv", "mask")},

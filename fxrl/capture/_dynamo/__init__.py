@@ -6,6 +6,7 @@ would end the graph at.
 ``data``     what Python decides by data          ``effects``  what does something besides
 ``objects``  imports, classes, instances, layers  ``ends``     where a graph may end
 ``caches``   what Python computes once            ``counters`` what it counts
+``kept``     lists that grow, and what is stored  ``later``    what is made behind a graph
 
 Each has ``REPLACED``, methods of Dynamo, and maybe ``HANDLERS``, instructions of Python that are
 traced otherwise; all are put back behind each capture.
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from fxrl.capture import quick_fakes
-from fxrl.capture._dynamo import caches, counters, data, effects, ends, objects
+from fxrl.capture._dynamo import caches, counters, data, effects, ends, kept, later, objects
 from fxrl.capture._torch import dynamo_settings, sizes_from_data
 from fxrl.capture.branches import Branches
 
@@ -33,11 +34,13 @@ _TRANSLATORS: tuple[Any, ...] = (
     _tracer.InliningInstructionTranslator,
     _tracer.InliningGeneratorInstructionTranslator,
 )
-_HANDLERS = objects.HANDLERS | data.HANDLERS | effects.HANDLERS
+_HANDLERS = objects.HANDLERS | data.HANDLERS | kept.HANDLERS | later.HANDLERS
 _REPLACED = [
     *objects.REPLACED,
     *data.REPLACED,
     *effects.REPLACED,
+    *kept.REPLACED,
+    *later.REPLACED,
     *ends.REPLACED,
     *caches.REPLACED,
     *counters.REPLACED,

@@ -1,20 +1,25 @@
 """What Python computes once and keeps: ``functools.cache``, ``functools.cached_property``.
 
 Dynamo traces the function behind a cache each time that it is called, as if it had none, and ends
-the graph at the lock that a cached property takes up to Python 3.11.
+the graph at the lock that a cached property takes up to Python 3.11. Asked by sizes that vary it is
+traced, too, and what it reads is kept in mind: a cache has what was so when it was first asked.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.variables import (
+    TensorVariable,
     UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
 )
@@ -22,25 +27,37 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fxrl.capture._dynamo.guarding import NOT_IN, guard_that
+from fxrl.capture._dynamo.frames import in_body
+from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
+from fxrl.capture._dynamo.reads import LITERALS, Read
+from fxrl.capture._torch import never_captured
 
 _call_wrapped = WrapperUserFunctionVariable.call_function
 _UNKNOWN = object()
-_LITERALS = int, float, bool, str, bytes, type(None), torch.dtype, torch.device
+_DRAWS = re.compile(
+    r"rand(n|int|perm|om_)?(_like)?|(bernoulli|normal|uniform|exponential)_?|multinomial|\w*dropout_?"
+)
+#: By cache, and the objects that it is asked of, what its function read when it was first asked by
+#: a size that varies.
+_FIRST_READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _answered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What a cached function says is what its cache has, where it is asked by what is known: it is
-    called, as eager would, now and by a guard. Of tensors, and of sizes that vary, it is traced as
-    if there were no cache."""
+    called, as eager would, now and by a guard. Of tensors that the step makes, and of sizes that
+    vary, it is traced as if there were no cache."""
     self = _as_held(self)
     cached = self.wrapper_obj
     known = hasattr(cached, "cache_info") and _is_users(cached)
     known = known and _get_current_dispatch_mode() is None  # a cache is to keep no fake tensor
     positional = [_known(tx, one) for one in (*self.self_args(), *args)]
     named = {name: _known(tx, one) for name, one in kwargs.items()}
-    if not known or any(one is _UNKNOWN for one in (*positional, *named.values())):
+    if not known:
         return _call_wrapped(self, tx, args, kwargs)
+    if any(one is _UNKNOWN for one in (*positional, *named.values())):
+        held = [one for one in (*positional, *named.values()) if one is not _UNKNOWN]
+        return _traced_through(self, tx, args, kwargs, held)
+    _what_is_read(tx, cached, (*positional, *named.values()))
     ask = partial(cached, *positional, **named)
     try:
         answer = ask()
@@ -56,6 +73,54 @@ def _answered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         source = GlobalSource(tx.output.install_global("fxrl_kept", answer))
         said[key] = positional, named, source  # which live on, so that none has another's id
     return VariableTracker.build(tx, answer, *(() if literal else said[key][2:]))
+
+
+def _traced_through(self: Any, tx: Any, args: Any, kwargs: dict[str, Any], held: Any) -> Any:
+    """What a cached function makes of sizes that vary: they are asked of its cache, too, behind the
+    graph, so that it holds what it would. The graph ends where the function draws random numbers,
+    or where what it reads is not what it was: only the cache still knows what it made of that."""
+    cached, nodes = self.wrapper_obj, tx.output.graph.nodes
+    given = [one.realize() for one in (*self.self_args(), *args, *kwargs.values())]
+    read = _what_is_read(tx, cached, held)
+    first, objects = _FIRST_READ.setdefault(cached, {}), tuple(map(id, held))
+    if cached.cache_info().currsize and first.get(objects, read.told) != read.told:
+        _end_graph(cached, "what it reads has changed since its cache was asked")
+    before, drawn = len(nodes), len(tx.output.random_calls)
+    answer = _call_wrapped(self, tx, args, kwargs)
+    added = [getattr(node.target, "__name__", str(node.target)) for node in list(nodes)[before:]]
+    if len(tx.output.random_calls) > drawn or any(map(_DRAWS.fullmatch, added)):
+        _end_graph(cached, "it draws random numbers once, for sizes that vary")
+    if read.told and not in_body(tx) and not any(isinstance(one, TensorVariable) for one in given):
+        first[objects] = read.told
+        if read.tensors:  # the graph is given whichever there are
+            guard_that(tx, lambda: Read(cached.__wrapped__, held).told == read.told)
+        tx.output.root_tx.debug_locals.append((_Asked(tx, cached, tuple(kwargs)), given))
+    return answer
+
+
+def _what_is_read(tx: Any, cached: Any, given: Iterable[Any]) -> Read:
+    read = Read(cached.__wrapped__, given)
+    if read.is_written(tx):
+        _end_graph(cached, "the step writes into what it reads before it asks the cache")
+    return read
+
+
+def _end_graph(cached: Any, why: str) -> None:
+    name = getattr(cached, "__qualname__", "a function")
+    explanation = f"{name} is cached, and {why}"
+    unimplemented(gb_type="cached function", context="", explanation=explanation, hints=[])
+
+
+class _Asked(VariableTracker):
+    """Behind the graph, code asks a cache: of arguments whose last ones have these names."""
+
+    def __init__(self, tx: Any, cached: Any, names: tuple[str, ...]) -> None:
+        @never_captured("a cache keeps what eager makes")
+        def ask(*given: Any) -> None:
+            first = len(given) - len(names)
+            cached(*given[:first], **dict(zip(names, given[first:], strict=True)))
+
+        super().__init__(source=GlobalSource(tx.output.install_global("fxrl_ask", ask)))
 
 
 def computed_once(self: Any, tx: Any, name: str) -> Any:
@@ -94,15 +159,27 @@ def _known(tx: Any, given: Any) -> Any:
     given = given.realize()
     if given.is_python_constant():
         return given.as_python_constant()
+    if isinstance(given, TensorVariable):
+        return _older_tensor(tx, given)
     kinds = UserDefinedObjectVariable, UnspecializedNNModuleVariable
-    older = isinstance(given, kinds) and given.source
-    written = older and tx.output.side_effects.is_modified(given)
-    return given.value if older and not written else _UNKNOWN
+    return given.value if isinstance(given, kinds) and given.source else _UNKNOWN
+
+
+def _older_tensor(tx: Any, given: Any) -> Any:
+    """A tensor that is the same in each call, by a guard, such as a weight; not one of a batch."""
+    input = given.as_proxy().node.meta.get("grapharg") if given.source else None
+    if input is None or given.source.name.startswith("L['batch']"):
+        return _UNKNOWN
+    if tx.output.side_effects.is_modified(given) or not isinstance(input.example, torch.Tensor):
+        return _UNKNOWN
+    kept = GlobalSource(tx.output.install_global("fxrl_asked", input.example))
+    guard_by(lambda own, kept: f"{own} is {kept}", given.source, kept)
+    return input.example
 
 
 def _is_literal(answer: Any) -> bool:
     """Whether one that equals it does as well."""
-    return type(answer) in _LITERALS or (type(answer) is tuple and all(map(_is_literal, answer)))
+    return type(answer) in LITERALS or (type(answer) is tuple and all(map(_is_literal, answer)))
 
 
 def _may_forget(cached: Any) -> bool:

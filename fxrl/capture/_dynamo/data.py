@@ -9,9 +9,11 @@ the graph checks it (``fxrl.capture.branches``).
 from __future__ import annotations
 
 import dis
+import math
 import operator
 import re
 from collections.abc import Callable
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -27,15 +29,17 @@ from torch._dynamo.variables import (
     TupleVariable,
     UnspecializedNNModuleVariable,
 )
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
-from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.lists import BaseListVariable, ListVariable
 from torch._dynamo.variables.misc import NullVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxrl.capture._dynamo.frames import in_body
+from fxrl.capture._dynamo.later import Later, Listed
 from fxrl.capture._torch import dynamo_config
 from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
@@ -69,6 +73,11 @@ _call_tensor = TensorVariable.call_method
 _make_range: Any = BuiltinVariable.call_range
 _call = TorchInGraphFunctionVariable.call_function
 _METHODS = {torch.split: "split", torch.functional.split: "split", torch.chunk: "chunk"}
+_ASKS = (torch.isnan, torch.isinf, torch.isfinite)
+_MATH: dict[Any, Any] = {getattr(math, one.__name__): one for one in _ASKS} | {
+    getattr(math, name): getattr(torch, name)
+    for name in ("exp", "expm1", "log", "log2", "log10", "log1p", "tanh")
+}
 _call_numpy = NumpyVariable.call_function
 _call_polyfill = PolyfilledFunctionVariable.call_function
 # The function that is captured and the branches that are followed in it, innermost last.
@@ -199,7 +208,33 @@ def _unpacked(self: Any, tx: Any, idxes: Any = None) -> Any:
 
 
 def _listed(self: Any, tx: Any) -> Any:
-    return _to_list(_of_known_length(self, tx), tx)
+    """``x.tolist()``: numbers of the graph where the trace looks into it, else made behind it."""
+    value = self.as_proxy().node.meta.get("example_value")
+    sizes = getattr(value, "shape", ())
+    known = isinstance(value, torch.Tensor) and all(type(size) is int for size in sizes)
+    if known and not sizes:
+        return self.call_method(tx, "item", [], {})
+    counts = getattr(value, "dtype", None) in _INTEGERS
+    varies = any(type(size) is not int and size.node.has_hint() for size in sizes)
+    if in_body(tx) or (counts and not varies) or not isinstance(value, torch.Tensor):
+        return _rows_of(tx, self)
+    as_now = self.call_method(tx, "detach", [], {}).call_method(tx, "clone", [], {})
+    counted = counts or not known
+    look = partial(_rows_of, tx, as_now) if counted else partial(_numbers_of, tx, as_now)
+    return Later(Listed(as_now), look)
+
+
+def _rows_of(tx: Any, tensor: Any) -> Any:
+    return _to_list(_of_known_length(tensor, tx), tx)
+
+
+def _numbers_of(tx: Any, tensor: Any) -> Any:
+    """Numbers of the graph in lists, of a tensor whose sizes never vary."""
+    if not tensor.as_proxy().node.meta["example_value"].shape:
+        return tensor.call_method(tx, "item", [], {})
+    return ListVariable(
+        [_numbers_of(tx, one) for one in _unpack(tensor, tx)], mutation_type=ValueMutationNew()
+    )
 
 
 def _of_known_length(rows: Any, tx: Any) -> Any:
@@ -292,10 +327,56 @@ def _chunk(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """``torch.split(x, 8)`` is ``x.split(8)``."""
+    if self.value in _MATH and len(args) == 1 and _is_read_off(args[0]):
+        return _computed(tx, _MATH[self.value], args[0].realize())
+    if self.value is torch.diff and _has_rows_of_data(args[0].realize()):
+        return VariableTracker.build(tx, _difference).call_function(tx, args, kwargs)
     method = _METHODS.get(self.value)
     if method is None or not args or not isinstance(args[0].realize(), TensorVariable):
         return _call(self, tx, args, kwargs)
     return args[0].realize().call_method(tx, method, [*args[1:]], kwargs)
+
+
+def _is_read_off(number: Any) -> bool:
+    return isinstance(number.realize(), SymNodeVariable) and _known_when_run(number.realize())
+
+
+def _computed(tx: Any, function: Any, number: Any) -> Any:
+    """``math.exp(loss.item())``, which nothing in a graph takes, of a tensor. Python raises where
+    that has no finite result: it is a check of the graph."""
+    value = _wide(tx, number)
+    made = VariableTracker.build(tx, function).call_function(tx, [value], {})
+    if function not in _ASKS:
+        passes = VariableTracker.build(tx, _is_defined).call_function(tx, [value, made], {})
+        at = passes.as_proxy(), None, _user_line()
+        tx.output.create_proxy("call_function", check, at, {})
+    return made.call_method(tx, "item", [], {})
+
+
+def _is_defined(given: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    return made.isfinite() | given.isnan() | (given == torch.inf)
+
+
+def _has_rows_of_data(x: Any) -> bool:
+    value = x.as_proxy().node.meta["example_value"]
+    return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in value.shape)
+
+
+def _difference(
+    input: torch.Tensor,  # the names that they have in torch
+    n: int = 1,
+    dim: int = -1,
+    prepend: torch.Tensor | None = None,
+    append: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``torch.diff`` of as many as data says; torch's own asks whether there are ``n``."""
+    parts = [one for one in (prepend, input, append) if one is not None]
+    joined = torch.cat(parts, dim) if len(parts) > 1 else input
+    for _ in range(n):
+        rest = joined.size(dim) - 1
+        later, earlier = joined.narrow(dim, 1, rest), joined.narrow(dim, 0, rest)
+        joined = later ^ earlier if input.dtype == torch.bool else later - earlier
+    return joined
 
 
 def _bound(args: Any, kwargs: Any, *names: str) -> tuple[Any, Any]:

@@ -8,27 +8,24 @@ once, under guards.
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
-import dis
 import logging
-import operator
-import sys
 from collections import deque
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, metadata
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource
 from torch._dynamo.variables import (
-    CellVariable,
     ConstantVariable,
     ConstDictVariable,
     LazyVariableTracker,
     SkipFunctionVariable,
-    SymNodeVariable,
     TensorVariable,
     TupleVariable,
     UserDefinedClassVariable,
@@ -38,18 +35,19 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
-from torch._dynamo.variables.lists import ListVariable, SizeVariable
+from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import (
     DebuggingVariable,
     DeletedVariable,
     LoggingLoggerVariable,
-    StringFormatVariable,
 )
 from torch.utils.checkpoint import checkpoint_sequential
 
-from fxrl.capture._dynamo.counters import counted, note_written, place_of_source
-from fxrl.capture._dynamo.ends import callers
+from fxrl.capture._dynamo.counters import note_written
+from fxrl.capture._dynamo.frames import in_body
 from fxrl.capture._dynamo.guarding import guard_that
+from fxrl.capture._dynamo.kept import PRINTED, forget_bounds
+from fxrl.capture._dynamo.later import Later
 from fxrl.capture._torch import functions_stay
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
@@ -68,7 +66,6 @@ _register_hook = TensorVariable._method_register_hook
 _call_builtin = BuiltinVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
 _LISTS = (list, deque)
-_PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
 
 
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -81,7 +78,7 @@ def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     }
     told = [_as_it_is(arg) for arg in args]
     known = all(_may_wait(name, value) for name, value in named.items())
-    if _in_body(tx) or not known or None in told:
+    if in_body(tx) or not known or None in told:
         return _print(self, tx, args, kwargs)
     names = ConstantVariable.create(tuple(named))
     tx.output.root_tx.debug_locals.append((_AtEnd(tell), [self, names, *named.values(), *told]))
@@ -90,6 +87,8 @@ def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _as_it_is(printed: Any) -> Any:
     """A printed value, of a list or dict a copy as it is now; None where it cannot wait."""
+    if isinstance(printed, Later):
+        return printed
     printed = printed.realize()
     if isinstance(printed, ConstDictVariable):
         items = {key: _as_it_is(value) for key, value in printed.items.items()}
@@ -97,7 +96,35 @@ def _as_it_is(printed: Any) -> Any:
     if type(printed) in (ListVariable, TupleVariable):
         parts = [_as_it_is(one) for one in printed.items]
         return None if None in parts else type(printed)(parts)
-    return printed if isinstance(printed, _PRINTED) or _is_category(printed) else None
+    if (warning := _made_anew(printed)) is not None:
+        return warning
+    return printed if isinstance(printed, PRINTED) or _is_category(printed) else None
+
+
+def _made_anew(printed: Any) -> Any:
+    """``warnings.warn(OldWarning("..."))``, whose warning code behind the graph makes; None of all
+    else, and of a class that makes its objects in a way of its own."""
+    kind = getattr(printed, "exc_type", None) or getattr(printed, "value_type", None)
+    if printed.source or not isinstance(kind, type) or not issubclass(kind, BaseException):
+        return None
+    own = any(isinstance(one, FunctionType) for one in (kind.__init__, kind.__new__))
+    given = getattr(getattr(printed, "exc_vt", printed), "args", [])
+    told = [_as_it_is(one) for one in given]
+    return None if own or None in told else _Made(kind, told)
+
+
+class _Made(VariableTracker):
+    """An object of a class, made by code behind the graph."""
+
+    def __init__(self, kind: type, given: list[Any]) -> None:
+        super().__init__()
+        self.kind, self.given = kind, given
+
+    def reconstruct(self, codegen: Any) -> None:
+        name = codegen.tx.output.install_global("fxrl_class", self.kind)
+        codegen.add_push_null(lambda: codegen(GlobalSource(name)))
+        codegen.foreach(self.given)
+        codegen.extend_output(create_call_function(len(self.given), False))
 
 
 def _may_wait(name: str, value: Any) -> bool:
@@ -129,6 +156,7 @@ def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     self.is_traced = True
     guard_that(tx, functions_stay())
     note_written(self.side_effects)
+    forget_bounds(self.side_effects)
     return _end_graph(self, tx, *args, **kwargs)
 
 
@@ -139,150 +167,6 @@ def _is_constant(self: Any) -> bool:
     untouched = any(type(one) is LazyVariableTracker and not one.is_realized() for one in entries)
     skipped = untouched and hasattr(_tracing().output, "is_traced")
     return not skipped and bool(_is_constant_dict(self))
-
-
-def _attribute(self: Any, name: Any) -> None:
-    """``seen.append``, where it is called and nothing is known of ``seen`` yet."""
-    owner, called = self.stack[-1], self.current_instruction
-    method = called.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and called.arg % 2)
-    if name in ("append", "extend") and method and _is_unseen_list(owner):
-        self.pop()
-        self.push(_Grow(owner, name))
-    else:
-        _load(self, name)
-
-
-def _in_place(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``seen += [x]`` likewise."""
-    if self.fn is operator.iadd and _is_unseen_list(args[0]):
-        grow = _Grow(args[0], "extend")
-        if grow.may_wait(tx, args[1:]):
-            grow.wait(tx, args[1:])
-            return args[0]
-    return _call_builtin(self, tx, args, kwargs)
-
-
-def _is_unseen_list(value: Any) -> bool:
-    return (
-        type(value) is LazyVariableTracker
-        and not value.is_realized()
-        and value.peek_type() in _LISTS
-    )
-
-
-def _store(name: str) -> Callable[[Any, Any], None]:
-    """What is read off an object, grown, and put back there was there all the time; storing it
-    would look into it."""
-
-    def store(translator: Any, instruction: Any) -> None:
-        stack, of_item = translator.stack, name == "STORE_SUBSCR"
-        value, owner = stack[-3:-1] if of_item else stack[-2:]
-        if instruction.argval == "requires_grad" and _told_to_require_grad(
-            translator, owner, value
-        ):
-            translator.popn(2)
-            return
-        if not _is_unseen_list(value):
-            getattr(translator, name)(instruction)
-            return
-        owner, place = owner.realize(), stack[-1].realize() if of_item else instruction.argval
-        if _is_place_of(value.source, owner, place):
-            translator.popn(3 if of_item else 2)
-        else:
-            getattr(translator, name)(instruction)
-
-    return store
-
-
-def _told_to_require_grad(tx: Any, tensor: Any, told: Any) -> bool:
-    """Let a tensor that a checkpointed function makes require a gradient, as T5 tells a bias of
-    zeros: code sees that it does, and nobody can ask for the gradient. False for all else, which
-    Dynamo sees to."""
-    tensor, told = tensor.realize(), told.realize()
-    made_here = isinstance(tensor, TensorVariable) and tensor.source is None
-    if not made_here or not _in_body(tx) or tensor.requires_grad or tensor.has_grad_fn:
-        return False
-    if not told.is_python_constant() or told.as_python_constant() is not True:
-        return False
-    tensor.requires_grad = True
-    tensor.as_proxy().node.meta["example_value"].requires_grad_()
-    return True
-
-
-def _store_in_cell(translator: Any, instruction: Any) -> None:
-    cell, value = translator.symbolic_locals.get(instruction.argval), translator.stack[-1]
-    if isinstance(cell, CellVariable) and cell.pre_existing_contents is value:
-        written = translator.output.side_effects.store_attr_mutations.get(cell)
-        if _is_unseen_list(value) and not written:
-            translator.pop()
-            return
-    translator.STORE_DEREF(instruction)
-
-
-def _is_place_of(source: Any, owner: Any, place: Any) -> bool:
-    if owner.source is None or place_of_source(source) is None:
-        return False
-    if isinstance(place, VariableTracker):
-        known = isinstance(owner, ConstDictVariable) and place.is_python_constant()
-        place = place.as_python_constant() if known else None
-    else:
-        kind: Any = type(getattr(owner, "value", None))
-        plain = kind.__setattr__ in (object.__setattr__, torch.nn.Module.__setattr__)
-        place = place if plain and not hasattr(kind, place) else None
-    return place_of_source(source) == (owner.source.name, place)
-
-
-class _Grow(VariableTracker):
-    """``append`` or ``extend`` of a list from outside, by code behind the graph.
-
-    NOTE [Why the list is not looked into]: it would be guarded to be as long as it is. Where a
-    trainer keeps its metrics (``self.metrics["kl"].append(kl.item())``) each of its steps would be
-    captured anew.
-    """
-
-    def __init__(self, owner: Any, name: str) -> None:
-        super().__init__(source=AttrSource(owner.source, name))
-        self.owner, self.value, self.name = owner, owner.peek_value(), name
-
-    def call_function(self, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        ignored = tx.next_instruction.opname == "POP_TOP"
-        if kwargs or not ignored or not self.may_wait(tx, args):
-            return self.owner.realize().call_method(tx, self.name, args, kwargs)
-        self.wait(tx, args)
-        return ConstantVariable.create(None)
-
-    def may_wait(self, tx: Any, args: Any) -> bool:
-        known = self.owner.is_realized() or self.value in tx.output.side_effects
-        return not known and len(args) == 1 and not _in_body(tx) and _is_made_here(args[0])
-
-    def wait(self, tx: Any, args: Any) -> None:
-        install_guard(self.owner.source.make_guard(GuardBuilder.TYPE_MATCH))
-        tx.output.root_tx.debug_locals.append((self, [*args]))
-
-
-def _is_made_here(item: Any) -> bool:
-    """Whether it is a value, or a list, tuple or dict of values that the graph's code makes."""
-    item = item.realize()
-    if type(item) not in (ListVariable, TupleVariable, ConstDictVariable):
-        return isinstance(item, _PRINTED)
-    parts = item.items.values() if isinstance(item, ConstDictVariable) else item.items
-    return not item.source and all(map(_is_made_here, parts))
-
-
-def _built(self: Any, value: Any) -> Any:
-    """A list is looked into after all: what waits to be appended to it has been by now."""
-    if (number := counted(self, value)) is not None:
-        return number
-    built = _wrap(self, value)
-    if type(value) not in _LISTS or hasattr(self.tx.output, "is_traced"):
-        return built
-    end = getattr(self.tx.output.root_tx, "debug_locals", [])
-    for entry in [entry for entry in end if getattr(entry[0], "value", None) is value]:
-        end.remove(entry)
-        if (source := entry[0].owner.source) != self.source:  # one list, as long as it is one
-            self.install_guards(partial(GuardBuilder.DUPLICATE_INPUT, source_b=source))
-        built.call_method(self.tx, entry[0].name, entry[1], {})
-    return built
 
 
 def _is_instance(self: Any, kind: type) -> bool:
@@ -315,7 +199,7 @@ def _asked(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
 def _hooked(self: Any, tx: Any, name: str, hook: Any) -> Any:
     """A hook that looks away from its gradient is hung on the loss, by code behind the graph."""
     ignored = tx.next_instruction.opname == "POP_TOP"  # the handle, which would remove the hook
-    may_wait = name == "register_hook" and ignored and not self.source and not _in_body(tx)
+    may_wait = name == "register_hook" and ignored and not self.source and not in_body(tx)
     if not may_wait or not _looks_away(hook):
         return _register_hook(self, tx, name, hook)
     tx.output.root_tx.debug_locals.append((_AtEnd(hang_on_loss), [hook]))
@@ -340,24 +224,14 @@ def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return UserDefinedObjectVariable(metadata(*(arg.as_python_constant() for arg in args)))
         except PackageNotFoundError as error:
             raise_observed_exception(PackageNotFoundError, tx, args=[*error.args])
-    if args or kwargs or self.value not in CLOCKS or _in_body(tx):
+    if args or kwargs or self.value not in CLOCKS or in_body(tx):
         return _call_skipped(self, tx, args, kwargs)
     which = (CLOCKS.index(self.value), len(tx.output.graph.nodes))
     time = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", read_clock, which, {}))
     return time.call_method(tx, "item", [], {})
 
 
-def _in_body(tx: Any) -> bool:
-    """Whether what is traced is a graph of its own inside of the one at hand."""
-    return tx.output.current_tracer.parent is not None or any(
-        "_trace_first" in one.f_code.co_name for one in callers(tx)
-    )
-
-
-HANDLERS = {dis.opmap[name]: _store(name) for name in ("STORE_ATTR", "STORE_SUBSCR")}
-HANDLERS[dis.opmap["STORE_DEREF"]] = _store_in_cell
 REPLACED: list[tuple[Any, str, Any]] = [
-    (BuiltinVariable, "call_function", _in_place),
     (DebuggingVariable, "call_function", _print_later),
     (LoggingLoggerVariable, "call_method", _asked),
     (logging.getLogger, "_dynamo_marked_constant", True),
@@ -365,7 +239,5 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (SkipFunctionVariable, "call_function", _skipped),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (ConstDictVariable, "is_python_constant", _is_constant),
-    (_TRANSLATOR, "_load_attr", _attribute),
-    (VariableBuilder, "_wrap", _built),
     (LazyVariableTracker, "lazy_isinstance", _is_instance),
 ]

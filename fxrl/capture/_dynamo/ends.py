@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
@@ -26,6 +25,7 @@ from torch._dynamo.variables import (
 )
 
 from fxrl.capture._dynamo.data import is_subscript
+from fxrl.capture._dynamo.frames import callers
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
@@ -176,13 +176,6 @@ def _end_at_checkpoint(self: Any, instruction: Any) -> None:
     if self.parent is not None and self.parent.stack:
         unimplemented(gb_type="step_unsupported", context="", explanation="", hints=[])
     _leave_rest_out(self, instruction)
-
-
-def callers(translator: Any) -> Iterator[Any]:
-    """It and those that it was called by."""
-    while translator is not None:
-        yield translator
-        translator = getattr(translator, "parent", None)
 
 
 REPLACED: list[tuple[Any, str, Any]] = [

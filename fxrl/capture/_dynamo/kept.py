@@ -1,0 +1,225 @@
+"""What code keeps: lists and deques from outside that grow, and what is stored back.
+
+A list that is only appended to is not looked into: that is done by code behind the graph.
+"""
+
+# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, GlobalSource
+from torch._dynamo.variables import (
+    CellVariable,
+    ConstantVariable,
+    ConstDictVariable,
+    LazyVariableTracker,
+    SymNodeVariable,
+    TensorVariable,
+    TupleVariable,
+)
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.lists import DequeVariable, ListVariable, SizeVariable
+from torch._dynamo.variables.misc import StringFormatVariable
+
+from fxrl.capture._dynamo.counters import counted, place_of_source
+from fxrl.capture._dynamo.frames import in_body
+from fxrl.capture._dynamo.guarding import guard_by
+from fxrl.capture._dynamo.later import Later
+
+_TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+_load = _TRANSLATOR._load_attr
+_wrap = VariableBuilder._wrap
+_call_builtin = BuiltinVariable.call_function
+_LISTS = (list, deque)
+_GROW = ("append", "extend", "insert", "appendleft", "extendleft")
+PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
+"""Values that code behind the graph can be given as they are."""
+
+
+def _attribute(self: Any, name: Any) -> None:
+    """``seen.append``, where it is called and nothing is known of ``seen`` yet."""
+    owner, called = self.stack[-1], self.current_instruction
+    method = called.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and called.arg % 2)
+    if name in _GROW and method and _is_unseen_list(owner):
+        self.pop()
+        self.push(_Grow(owner, name))
+    else:
+        _load(self, name)
+
+
+def _in_place(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``seen += [x]`` likewise."""
+    if self.fn is operator.iadd and _is_unseen_list(args[0]):
+        grow = _Grow(args[0], "extend")
+        if grow.may_wait(tx, args[1:]):
+            grow.wait(tx, args[1:])
+            return args[0]
+    return _call_builtin(self, tx, args, kwargs)
+
+
+def _is_unseen_list(value: Any) -> bool:
+    return (
+        type(value) is LazyVariableTracker
+        and not value.is_realized()
+        and value.peek_type() in _LISTS
+    )
+
+
+def _store(name: str) -> Callable[[Any, Any], None]:
+    """What is read off an object, grown, and put back there was there all the time; storing it
+    would look into it."""
+
+    def store(translator: Any, instruction: Any) -> None:
+        stack, of_item = translator.stack, name == "STORE_SUBSCR"
+        value, owner = stack[-3:-1] if of_item else stack[-2:]
+        if instruction.argval == "requires_grad" and _told_to_require_grad(
+            translator, owner, value
+        ):
+            translator.popn(2)
+            return
+        if not _is_unseen_list(value):
+            getattr(translator, name)(instruction)
+            return
+        owner, place = owner.realize(), stack[-1].realize() if of_item else instruction.argval
+        if _is_place_of(value.source, owner, place):
+            translator.popn(3 if of_item else 2)
+        else:
+            getattr(translator, name)(instruction)
+
+    return store
+
+
+def _told_to_require_grad(tx: Any, tensor: Any, told: Any) -> bool:
+    """Let a tensor that a checkpointed function makes require a gradient, as T5 tells a bias of
+    zeros: code sees that it does, and nobody can ask for the gradient. False for all else, which
+    Dynamo sees to."""
+    tensor, told = tensor.realize(), told.realize()
+    made_here = isinstance(tensor, TensorVariable) and tensor.source is None
+    if not made_here or not in_body(tx) or tensor.requires_grad or tensor.has_grad_fn:
+        return False
+    if not told.is_python_constant() or told.as_python_constant() is not True:
+        return False
+    tensor.requires_grad = True
+    tensor.as_proxy().node.meta["example_value"].requires_grad_()
+    return True
+
+
+def _store_in_cell(translator: Any, instruction: Any) -> None:
+    cell, value = translator.symbolic_locals.get(instruction.argval), translator.stack[-1]
+    if isinstance(cell, CellVariable) and cell.pre_existing_contents is value:
+        written = translator.output.side_effects.store_attr_mutations.get(cell)
+        if _is_unseen_list(value) and not written:
+            translator.pop()
+            return
+    translator.STORE_DEREF(instruction)
+
+
+def _store_in_global(translator: Any, instruction: Any) -> None:
+    name, value = instruction.argval, translator.stack[-1]
+    if _is_unseen_list(value) and name not in translator.symbolic_globals:
+        named = isinstance(value.source, GlobalSource) and value.source.global_name == name
+        of_module = place_of_source(value.source) or ("", None)
+        if value.peek_value() is translator.f_globals.get(name) and (named or of_module[1] == name):
+            translator.pop()
+            return
+    translator.STORE_GLOBAL(instruction)
+
+
+def _is_place_of(source: Any, owner: Any, place: Any) -> bool:
+    if owner.source is None or place_of_source(source) is None:
+        return False
+    if isinstance(place, VariableTracker):
+        known = isinstance(owner, ConstDictVariable) and place.is_python_constant()
+        place = place.as_python_constant() if known else None
+    else:
+        kind: Any = type(getattr(owner, "value", None))
+        plain = kind.__setattr__ in (object.__setattr__, torch.nn.Module.__setattr__)
+        place = place if plain and not hasattr(kind, place) else None
+    return place_of_source(source) == (owner.source.name, place)
+
+
+class _Grow(VariableTracker):
+    """``append`` and its like of a list from outside, by code behind the graph.
+
+    NOTE [Why the list is not looked into]: it would be guarded to be as long as it is. Where a
+    trainer keeps its metrics (``self.metrics["kl"].append(kl.item())``) each of its steps would be
+    captured anew.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        super().__init__(source=AttrSource(owner.source, name))
+        self.owner, self.value, self.name = owner, owner.peek_value(), name
+
+    def call_function(self, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        ignored = tx.next_instruction.opname == "POP_TOP"
+        if kwargs or not ignored or not self.may_wait(tx, args):
+            return self.owner.realize().call_method(tx, self.name, args, kwargs)
+        self.wait(tx, args)
+        return ConstantVariable.create(None)
+
+    def may_wait(self, tx: Any, args: Any) -> bool:
+        known = self.owner.is_realized() or self.value in tx.output.side_effects
+        return not known and not in_body(tx) and all(map(_is_made_here, args))
+
+    def wait(self, tx: Any, args: Any) -> None:
+        install_guard(self.owner.source.make_guard(GuardBuilder.TYPE_MATCH))
+        tx.output.root_tx.debug_locals.append((self, [*args]))
+
+
+def _is_made_here(item: Any) -> bool:
+    """Whether it is a value, or a list, tuple or dict of values that the graph's code makes."""
+    if isinstance(item, Later):
+        return True
+    item = item.realize()
+    if type(item) not in (ListVariable, TupleVariable, ConstDictVariable):
+        return isinstance(item, PRINTED)
+    parts = item.items.values() if isinstance(item, ConstDictVariable) else item.items
+    return not item.source and all(map(_is_made_here, parts))
+
+
+def _built(self: Any, value: Any) -> Any:
+    """A list is looked into after all: what waits to be appended to it has been by now."""
+    if (number := counted(self, value)) is not None:
+        return number
+    built = _wrap(self, value)
+    if type(value) not in _LISTS or hasattr(self.tx.output, "is_traced"):
+        return built
+    if type(value) is deque:
+        built.maxlen = ConstantVariable.create(value.maxlen)  # which Dynamo forgets
+        guard_by(lambda own: f"{own}.maxlen == {value.maxlen}", self.source)
+    end = getattr(self.tx.output.root_tx, "debug_locals", [])
+    for entry in [entry for entry in end if getattr(entry[0], "value", None) is value]:
+        end.remove(entry)
+        if (source := entry[0].owner.source) != self.source:  # one list, as long as it is one
+            self.install_guards(partial(GuardBuilder.DUPLICATE_INPUT, source_b=source))
+        built.call_method(self.tx, entry[0].name, entry[1], {})
+    return built
+
+
+def forget_bounds(effects: Any) -> None:
+    """What older deques hold now is no more than they may, and is put into them as it is: Dynamo
+    refuses to where a deque says how many that are."""
+    for held in effects.id_to_variable.values():
+        if isinstance(held, DequeVariable) and held.source is not None:
+            held.maxlen = ConstantVariable.create(None)
+
+
+HANDLERS = {dis.opmap[name]: _store(name) for name in ("STORE_ATTR", "STORE_SUBSCR")}
+HANDLERS[dis.opmap["STORE_DEREF"]] = _store_in_cell
+HANDLERS[dis.opmap["STORE_GLOBAL"]] = _store_in_global
+REPLACED: list[tuple[Any, str, Any]] = [
+    (BuiltinVariable, "call_function", _in_place),
+    (_TRANSLATOR, "_load_attr", _attribute),
+    (VariableBuilder, "_wrap", _built),
+]
