@@ -67,7 +67,7 @@ _SETTINGS: dict[str, Any] = {
     "use_numpy_random_stream": True,  # NumPy's own numbers, at which the graph ends; not torch's
     "use_lamba_guard_for_object_aliasing": True,  # torch 2.15 would not ask ``a is not b`` else
 }
-#: With sizes that vary a found entry is dearer than the op; with constants it is half as dear.
+#: With sizes that vary a found entry is dearer than the op, of constants it is cheaper.
 _CACHE = "fake_tensor_cache_enabled"
 _DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 #: A break in a helper ends the graph there, not where it is called. Where no graph may end Dynamo

@@ -92,7 +92,7 @@ class TracedBody:
         self._plan = plan or Plan()
         self.mode = symbolic_mode()
         self.bound = BoundSizes(region.inputs)
-        # An entry for symbolic sizes is dearer than the op itself, one for constants half as dear.
+        # An entry for symbolic sizes is dearer than the op itself, one for constants cheaper.
         self.mode.cache_enabled = not self.bound.names
         self._symbols = self._make_symbols(sizes)
         self.input_examples = self._inputs()
