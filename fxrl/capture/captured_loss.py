@@ -65,9 +65,10 @@ _SETTINGS: dict[str, Any] = {
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
     "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() leaves a module's dicts
     "use_numpy_random_stream": True,  # NumPy's own numbers, at which the graph ends; not torch's
-    "fake_tensor_cache_enabled": False,  # with sizes that vary a found entry is dearer than the op
     "use_lamba_guard_for_object_aliasing": True,  # torch 2.15 would not ask ``a is not b`` else
 }
+#: With sizes that vary a found entry is dearer than the op, of constants it is cheaper.
+_CACHE = "fake_tensor_cache_enabled"
 _DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 #: A break in a helper ends the graph there, not where it is called. Where no graph may end Dynamo
 #: would all the same ask every function on the stack, at every line of it: 0.2 s.
@@ -125,6 +126,7 @@ class CapturedLoss:
         self._variation = Variation()
         self._branches = tuple(Branches() for _ in _WAYS)
         self.losses = Report()
+        self._varies = True  # a size of the batch
 
     @property
     def report(self) -> Report:
@@ -134,7 +136,7 @@ class CapturedLoss:
 
     def __call__(self, batch: Any) -> Any:
         """What the loss returns."""
-        mark_batch(batch)
+        self._varies = mark_batch(batch)
         with _ONE_AT_A_TIME, self._takeover.active():
             result = self._first_that_works(batch)
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
@@ -219,7 +221,7 @@ class CapturedLoss:
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
         with (
-            dynamo_settings(_WAYS[way]),
+            dynamo_settings(_WAYS[way] | {_CACHE: not self._varies}),
             self._variation.accounted(),
             layers,
             plain_python_is_traced(inspect.unwrap(self.compiled[key]).__code__, branches),

@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 from fxrl.capture._torch import STATIC_SIZES, maybe_mark_dynamic
 
 
-def mark_batch(batch: Any) -> None:
+def mark_batch(batch: Any) -> bool:
     """Mark batch and length of every tensor as dynamic (softly: a constant stays legal), but for
-    sizes that ``torch._dynamo.mark_static`` says do not vary, which are captured faster.
+    sizes that ``torch._dynamo.mark_static`` says do not vary, which are captured faster. Whether
+    there are any to mark.
 
     The index and bool tensors of two or more dims (token ids, masks) say what batch and length are.
     A tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
@@ -34,16 +35,18 @@ def mark_batch(batch: Any) -> None:
     batches = {t.shape[0] for t in tokens}
     if all(tensor.dim() < 2 for tensor in tensors):
         batches = {t.shape[0] - less for t in index for less in (0, 1)}
+    varies = False
     for tensor in tensors:
+        dims = set()
         if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] in lengths:
-            _mark(tensor, tensor.dim() - 2)
-            _mark(tensor, tensor.dim() - 1)
-        if tensor.dim() == 0 or tensor.shape[0] not in batches:
-            continue
-        _mark(tensor, 0)
-        small = tensor.dim() == 2 and not tensor.requires_grad
-        if tokens and tensor.dim() >= 2 and (small or tensor.shape[1] in lengths):
-            _mark(tensor, 1)
+            dims |= {tensor.dim() - 2, tensor.dim() - 1}
+        if tensor.dim() > 0 and tensor.shape[0] in batches:
+            dims.add(0)
+            small = tensor.dim() == 2 and not tensor.requires_grad
+            if tokens and tensor.dim() >= 2 and (small or tensor.shape[1] in lengths):
+                dims.add(1)
+        varies |= _marked(tensor, dims)
+    return varies
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -61,7 +64,9 @@ def _is_index(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.int64, torch.int32, torch.bool)  # int8 may be a weight
 
 
-def _mark(tensor: torch.Tensor, dim: int) -> None:
+def _marked(tensor: torch.Tensor, dims: set[int]) -> bool:
     static = getattr(tensor, STATIC_SIZES, ())  # the caller's word, which this mark would hide
-    if tensor.shape[dim] > 1 and dim not in static:
+    varying = [dim for dim in dims if tensor.shape[dim] > 1 and dim not in static]
+    for dim in varying:
         maybe_mark_dynamic(tensor, dim)
+    return bool(varying)

@@ -5,6 +5,8 @@ One mixing layer and a tied head stand in for a transformer where a feature does
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,6 +60,18 @@ def fixed(batch: Any) -> Any:
         if isinstance(value, Tensor):
             torch._dynamo.mark_static(value)
     return batch
+
+
+#: What reads sizes, or is told some.
+SIZES = re.compile(
+    r"\b(size|shape|numel|len|arange|(un)?flatten|view|reshape|expand|(new_)?(zeros|ones|full))\b"
+)
+
+
+def sized(function: Callable[..., Any], make: Callable[[], Any]) -> Callable[[], Any]:
+    """``make``, its batches ``fixed`` where the decorated ``function`` computes with no size."""
+    computes = SIZES.search(inspect.getsource(function).partition("\n")[2])
+    return make if computes else lambda: fixed(make())
 
 
 def token_logps(logits: Tensor, ids: Tensor) -> Tensor:

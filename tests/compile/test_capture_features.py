@@ -24,6 +24,7 @@ from tests.capture.mixer import (
     assert_matches_eager,
     assert_same,
     captures,
+    fixed,
     fused,
     grads,
     make_batch,
@@ -60,7 +61,7 @@ def test_one_step_serves_every_use_of_its_loss() -> None:
 def test_tied_embeddings_get_one_gradient_of_both_uses() -> None:
     model = make_model()
     step = optimize(model, policy_loss, CONFIG)
-    assert_matches_eager(step, policy_loss, model, make_batch())
+    assert_matches_eager(step, policy_loss, model, fixed(make_batch()))
     assert model.head.weight is model.embed.weight
 
 
@@ -69,7 +70,7 @@ def test_scoring_without_grad_is_bitwise_the_training_log_probs() -> None:
         logps = token_logps(model(batch["ids"]), batch["ids"])
         return (logps * batch["adv"]).mean(), {"logps": logps}
 
-    model, batch = make_model(dtype=torch.float32), make_batch()
+    model, batch = make_model(dtype=torch.float32), fixed(make_batch())
     step = optimize(model, loss_fn, CONFIG)
     loss, metrics = step(batch)
     with torch.no_grad():
@@ -84,7 +85,7 @@ def test_gradients_that_are_switched_on_inside_of_no_grad() -> None:
         with torch.enable_grad():
             return policy_loss(model, batch)
 
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     step = optimize(model, loss_fn, QUIET)
     with torch.no_grad():
         loss = step(batch)
@@ -108,7 +109,7 @@ def test_statistics_that_switch_gradients_on_by_themselves(unwatched: Any) -> No
         logps = policy.log_prob(batch["ids"][:, 1:])
         return -logps.mean(), {"likeliest": policy.probs.amax(-1).mean()}
 
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     step = optimize(model, loss_fn, CONFIG)
     with unwatched():
         assert_same(step(batch), loss_fn(model, batch))
@@ -124,7 +125,7 @@ def test_metrics_come_back_as_the_loss_names_them() -> None:
         entropy = -(probs * probs.log()).sum(-1)
         return -logps.mean(), {"entropy": entropy.mean(), "logp/min": logps.detach().min()}
 
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     step = optimize(model, loss_fn, CONFIG)
     _, wanted = loss_fn(model, batch)
     _, got = step(batch)
@@ -139,7 +140,7 @@ def test_batch_tensors_get_their_gradients() -> None:
     step = optimize(model, policy_loss, CONFIG)
     found = []
     for run in (lambda b: policy_loss(model, b), step):
-        batch = make_batch()
+        batch = fixed(make_batch())
         batch["adv"].requires_grad_(True)
         run(batch).backward()
         found.append(batch["adv"].grad)
@@ -150,7 +151,7 @@ def test_batch_tensors_get_their_gradients() -> None:
 def test_all_masked_batch_gives_a_differentiable_zero() -> None:
     model = make_model()
     step = optimize(model, policy_loss, CONFIG)
-    loss = step(make_batch(mask=torch.zeros(3, 6, dtype=torch.bool)))
+    loss = step(fixed(make_batch(mask=torch.zeros(3, 6, dtype=torch.bool))))
     assert loss.item() == 0
     loss.backward()
     assert all(bool((gradient == 0).all()) for gradient in grads(model).values())
@@ -182,7 +183,7 @@ def test_a_temperature_that_changes_every_step_stays_fused() -> None:
     model = make_model()
     step = optimize(model, loss_fn, CONFIG)
     for temperature in (0.9, 0.8, 1.3, 0.7, 1.1):
-        batch = make_batch(temperature=temperature)
+        batch = fixed(make_batch(temperature=temperature))
         assert_matches_eager(step, loss_fn, model, batch)
     assert captures(step) <= 2
     for capture in step.captures:
@@ -194,7 +195,7 @@ def test_a_temperature_that_changes_every_step_stays_fused() -> None:
 def test_dropout_draws_eagers_numbers() -> None:
     model = make_model(dropout=0.4).train()
     step = optimize(model, policy_loss, CONFIG)
-    batch = make_batch()
+    batch = fixed(make_batch())
     step(batch)  # capture draws nothing that counts
     torch.manual_seed(5)
     wanted = policy_loss(model, batch)
@@ -212,7 +213,7 @@ def test_dropout_draws_eagers_numbers() -> None:
 def test_train_and_eval_are_two_captures_of_one_step() -> None:
     model = make_model(dropout=0.5).train()
     step = optimize(model, policy_loss, CONFIG)
-    batch = make_batch()
+    batch = fixed(make_batch())
     step(batch)
     model.eval()
     assert_matches_eager(step, policy_loss, model, batch)
@@ -232,7 +233,7 @@ def test_autocast(around: bool, inside: bool) -> None:
             logits = model(batch["ids"])
         return -token_logps(logits.float(), batch["ids"]).mean()
 
-    model, batch = make_model(dtype=torch.float32), make_batch()
+    model, batch = make_model(dtype=torch.float32), fixed(make_batch())
     step = optimize(model, loss_fn, CONFIG)
     truth = make_model()  # float64
     loss_fn_wide = -token_logps(truth(batch["ids"]), batch["ids"]).mean()
@@ -268,7 +269,7 @@ def test_grad_scaler_scales_and_skips() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         scales = []
         for boost in (1.0, float("inf"), 1.0):
-            scaler.scale(run(make_batch(boost=torch.tensor(boost)))).backward()
+            scaler.scale(run(fixed(make_batch(boost=torch.tensor(boost))))).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -287,7 +288,7 @@ def test_a_checkpoint_around_the_first_call(anomalies: bool) -> None:
         likeliest = torch.softmax(logits, -1).square().cumsum(-1).amax(-1)
         return (likeliest * batch["adv"]).mean() + policy_loss(model, batch)
 
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     step = optimize(model, loss_fn, CONFIG)
     with torch.autograd.set_detect_anomaly(anomalies):
         found = checkpoint(step, batch, use_reentrant=False)
@@ -328,7 +329,7 @@ def test_reference_model_under_no_grad(unwatched: Any) -> None:
 
     model = make_model()
     step = optimize(model, loss_fn, CONFIG)
-    assert_matches_eager(step, loss_fn, model, make_batch())
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
     (capture,) = step.captures
     assert print_graph(capture.rewritten.gm).count("fxrl.linear_logprob.default(") == 2
     assert all(parameter.grad is None for parameter in reference.parameters())
@@ -338,7 +339,7 @@ def test_two_steps_on_one_model_are_independent() -> None:
     def other(model: nn.Module, batch: Any) -> Tensor:
         return policy_loss(model, batch) ** 2
 
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     first, second = optimize(model, policy_loss, CONFIG), optimize(model, other, CONFIG)
     for step, loss_fn in ((first, policy_loss), (second, other), (first, policy_loss)):
         assert_matches_eager(step, loss_fn, model, batch)
@@ -347,7 +348,7 @@ def test_two_steps_on_one_model_are_independent() -> None:
 
 def test_frozen_parameters_may_change_between_steps() -> None:
     """Gradients are those of what is trainable now, whatever was when the step was captured."""
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
     step = optimize(model, policy_loss, CONFIG)
     for mix, embed in [(False, True), (True, True), (True, False), (False, True)]:
         model.mix.weight.requires_grad_(mix)
@@ -366,7 +367,7 @@ def broken_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 def test_a_graph_break_names_its_line_and_the_numbers_stay() -> None:
     model = make_model()
     step = optimize(model, broken_loss, QUIET)
-    assert_matches_eager(step, broken_loss, model, make_batch())
+    assert_matches_eager(step, broken_loss, model, fixed(make_batch()))
     (broken, *_) = [r for r in step.report.of_kind("missed") if r.pass_name == "capture"]
     line = broken_loss.__code__.co_firstlineno + 2
     assert broken.source.endswith(f"test_capture_features.py:{line}")
@@ -399,7 +400,7 @@ def test_what_cannot_be_lowered_names_its_line() -> None:
             return policy_loss(model, batch | {"adv": looked})
 
         step = optimize(make_model(), loss_fn, QUIET)
-        step(make_batch())
+        step(fixed(make_batch()))
     (remark,) = step.report.of_kind("missed")
     line = loss_fn.__code__.co_firstlineno + 1
     assert remark.reason.startswith("the graph could not be lowered: ")
@@ -407,7 +408,7 @@ def test_what_cannot_be_lowered_names_its_line() -> None:
 
 
 def test_on_miss() -> None:
-    model, batch = make_model(), make_batch()
+    model, batch = make_model(), fixed(make_batch())
 
     def config(on_miss: Any) -> Config:
         return Config(min_saved_bytes=0, compile_regions=False, on_miss=on_miss)

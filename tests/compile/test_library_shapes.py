@@ -2,6 +2,7 @@
 
 Each shape is a way to write down log-probs, entropies or divergences that bounds the memory of
 eager mode, or that came with parallel or packed code. In float64, loss and gradients are compared.
+Sizes are symbolic where a shape computes with them.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import nn
 
 from fxrl import Config, optimize
 from fxrl.ir.on_miss import open_misses
+from tests.capture.mixer import sized
 from tests.rows import rows
 
 CONFIG = Config(min_saved_bytes=0, chunk_tokens=8, compile_regions=False, on_miss="error")
@@ -361,7 +363,8 @@ SELDOM = (
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", rows(SHAPES, SELDOM))
 def test_shape(name):
-    loss_fn, batches = SHAPES[name], batch()
+    loss_fn = SHAPES[name]
+    batches = sized(loss_fn, batch)()
     torch.manual_seed(0)
     model = Model().double()
     step = optimize(model, loss_fn, CONFIG)

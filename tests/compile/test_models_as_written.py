@@ -25,6 +25,7 @@ from tests.capture.mixer import (
     WIDTH,
     Mixer,
     assert_same,
+    fixed,
     fused,
     grads,
     make_batch,
@@ -222,23 +223,24 @@ def lists_of_numbers(model: nn.Module, batch: Any) -> Tensor:
 
 
 DRAWS = (make_batch(), make_batch(4, 9, seed=2))
+ONE = (fixed(make_batch()),)  # where sizes are not the matter
 USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = [
     (namespace, mean_logp, DRAWS),
-    (written_namespace, mean_logp, DRAWS[:1]),
-    (keys_as_attributes, mean_logp, DRAWS[:1]),
-    (typed_dict, mean_logp, DRAWS[:1]),
-    (class_names, mean_logp, DRAWS[:1]),
-    (own_activation, mean_logp, DRAWS[:1]),
+    (written_namespace, mean_logp, ONE),
+    (keys_as_attributes, mean_logp, ONE),
+    (typed_dict, mean_logp, ONE),
+    (class_names, mean_logp, ONE),
+    (own_activation, mean_logp, ONE),
     (running_statistics, mean_logp, DRAWS),
-    (weighed_adapter, mean_logp, DRAWS[:1]),
+    (weighed_adapter, mean_logp, ONE),
     # a graph that AOTAutograd takes, for its function, and a number that it wants written in
     (own_activation, at_temperature, tuple(make_batch(temperature=t) for t in (0.7, 0.9))),
     # half of two sequences is one, which only a guard tells
     (plain, pairs_in_two_forwards, (make_batch(4), make_batch(2))),
     (plain, pairs_joined, (make_batch(4), make_batch(6, 9, seed=2))),
     (plain, lists_of_numbers, ({k: v.tolist() for k, v in DRAWS[0].items()},)),
-    (rotated, mean_logp, DRAWS[:1]),
-    (checkpointed_head, mean_logp, DRAWS[:1]),
+    (rotated, mean_logp, ONE),
+    (checkpointed_head, mean_logp, ONE),
     (noise_of_a_bound, mean_logp, DRAWS),
     (in_chunks, mean_logp, (make_batch(3, 8), make_batch(2, 9), make_batch(2, 12))),
 ]

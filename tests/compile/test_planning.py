@@ -162,8 +162,15 @@ def test_what_a_first_forward_keeps_waits_beside_the_second():
     assert [c.sending is not None for c in cuts(found)] == [True] * 6
 
 
-@pytest.mark.parametrize("kept", ["ppp", "iip"])
-@pytest.mark.parametrize("loss_fn", [square_loss, two_forwards])
+@pytest.mark.parametrize(
+    ("loss_fn", "kept"),
+    [
+        (square_loss, "ppp"),
+        (two_forwards, "iip"),
+        pytest.param(square_loss, "iip", marks=pytest.mark.slow),
+        pytest.param(two_forwards, "ppp", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_allocates_what_its_plan_says(loss_fn, kept):
     """By the CPU allocator's count: bodies run op by op here, and attention has its own scratch."""
     torch.manual_seed(0)
@@ -308,8 +315,8 @@ def test_a_mixture_of_experts_without_weights():
     shape = tiny_config("mixtral", layers=2, hidden=256, intermediate=512, experts=2)
     with torch.device("meta"):
         model = lora(transformers.AutoModelForCausalLM.from_config(shape), r=2)
-    rows = {"input_ids": (2, 2049), "completion_mask": (2, 2048), "old_logps": (2, 2048)}
-    given = {name: torch.zeros(size, dtype=torch.long) for name, size in rows.items()}
+    sizes = {"input_ids": (2, 2049), "completion_mask": (2, 2048), "old_logps": (2, 2048)}
+    given = {name: torch.zeros(size, dtype=torch.long) for name, size in sizes.items()}
     step = fxrl.optimize(model, losses.grpo(beta=0.0), config())
     plan = step.plan_for(given | {"advantages": torch.zeros(2)}, target=TARGETS["h200"])
     assert len(cuts(plan)) == 2
@@ -339,12 +346,12 @@ def test_attention_takes_the_pairs_that_a_mask_leaves():
         torch._dynamo.reset()
         with torch.device(device):
             model = transformers.AutoModelForCausalLM.from_config(shape)
-        rows = {"completion_mask": (1, 4095), "old_logps": (1, 4095), "advantages": (1,)}
-        rows = {name: torch.zeros(size) for name, size in rows.items()}
+        sizes = {"completion_mask": (1, 4095), "old_logps": (1, 4095), "advantages": (1,)}
+        rows = {name: torch.zeros(size) for name, size in sizes.items()}
         rows["input_ids"] = torch.zeros(1, 4096, dtype=torch.long)
         rows["position_ids"] = (torch.arange(4096) % (4096 // documents))[None]
         step = fxrl.optimize(model, losses.grpo(beta=0.0), given, plan=kept)
-        return step.plan_for(rows, target=SLOW_ATTENTION).step_seconds
+        return step.plan_for(fixed(rows), target=SLOW_ATTENTION).step_seconds
 
     packed, whole, unknown = seconds("cpu", 8), seconds("cpu", 1), seconds("meta", 8)
     # blocks of 128 that see something, 8 documents of 4 blocks: 80 of 32 x 32; one: 528

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from idioms import CASES, make_inputs
 from judge import arguments, assert_same_numbers, assert_verdict, gradients, run_both
 
+from tests.capture.mixer import sized
+
 #: The one idiom that computes in low precision; float64 closeness means nothing there.
 BF16 = "case_bf16_logsoftmax"
 
@@ -17,7 +19,7 @@ def test_the_catalogue_is_complete():
 @pytest.mark.parametrize("name", [name for name in CASES if name != BF16])
 def test_idiom(name):
     case = CASES[name]
-    outcome = run_both(case.fn, make_inputs)
+    outcome = run_both(case.fn, sized(case.fn, make_inputs))
     assert_verdict(outcome, fusable=not case.expected.startswith("not fusable"))
     assert_same_numbers(outcome)
     for leaf in case.grads:

@@ -379,26 +379,25 @@ def test_another_trl_is_named():
 
 
 # ---------------------------------------------------------------------------- two processes
-def process(rank, port, folder):
+def process(rank, port, folder, name):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CI": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     AcceleratorState._reset_state(reset_partial_state=True)  # it was the parent's, who is alone
     torch.set_num_threads(1)
     options = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "max_steps": 1}
-    weights = []
-    for name in ("SFT", "GRPO"):
-        theirs, mine = both(name, Path(folder) / name / str(rank), **options)
-        assert_same_runs(theirs, mine)
-        assert isinstance(mine.model_wrapped, torch.nn.parallel.DistributedDataParallel)
-        weights += [p for p in mine.model.parameters() if p.requires_grad]
+    theirs, mine = both(name, Path(folder) / str(rank), **options)
+    assert_same_runs(theirs, mine)
+    assert isinstance(mine.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    weights = [p for p in mine.model.parameters() if p.requires_grad]
     torch.save(weights, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def test_gradients_are_reduced_between_processes(tmp_path):
+@pytest.mark.parametrize("name", rows(["SFT", "GRPO"], ["GRPO"]))
+def test_gradients_are_reduced_between_processes(name, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    in_processes(process, port, str(tmp_path))
+    in_processes(process, port, str(tmp_path), name)
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(map(torch.equal, one, other))

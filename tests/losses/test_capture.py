@@ -5,6 +5,8 @@ import torch
 from loss_models import LANGUAGE, TokenValues, ToyLM, loss_of, random_batch
 
 from fxrl import losses
+from fxrl.capture.dynamic import mark_batch
+from tests.rows import rows
 
 EVERYTHING = {
     "beta": 0.1,
@@ -22,6 +24,8 @@ SHAPES = ((4, 3, 5), (6, 8, 9), (8, 4, 7))  # sequences, prompt, completion
 
 
 ON_POLICY = [("grpo", {}), ("grpo", EVERYTHING), ("ppo", {})]
+ROWS = [(*case, False) for case in CASES] + [(*case, True) for case in ON_POLICY]
+SELDOM = [("grpo", {}, True)]  # as the one with everything, on-policy
 
 
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
@@ -36,11 +40,9 @@ def test_a_setting_that_was_another_one_before(name):
         torch.testing.assert_close(step(loss_fn, batch)[0], loss_fn(model, batch)[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "kw", "on_policy"),
-    [(*case, False) for case in CASES] + [(*case, True) for case in ON_POLICY],
-)
-def test_one_graph_without_breaks(name, kw, on_policy):
+@pytest.mark.parametrize("row", rows(ROWS, SELDOM), ids=str)
+def test_one_graph_without_breaks(row):
+    name, kw, on_policy = row
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = ToyLM(value_head=True).double()
@@ -55,14 +57,13 @@ def test_one_graph_without_breaks(name, kw, on_policy):
     loss_fn = loss_of(name, **kw)
     # Settings are constants of the graph, not inputs: specialize_float, as fxrl captures.
     with torch._dynamo.config.patch(specialize_float=True):
-        step = torch.compile(
-            lambda batch: loss_fn(model, batch), fullgraph=True, dynamic=True, backend=backend
-        )
+        step = torch.compile(lambda batch: loss_fn(model, batch), fullgraph=True, backend=backend)
         for batch_size, prompt, completion in SHAPES:
             batch, _ = random_batch(1, batch_size, prompt, completion)
             if on_policy:
                 del batch["old_logps"], batch["rollout_logps"]
             batch["num_items_in_batch"] = torch.tensor(11)
+            mark_batch(batch)  # as a step does
             loss, metrics = step(batch)
             expected, expected_metrics = loss_fn(model, batch)
             torch.testing.assert_close(loss, expected)

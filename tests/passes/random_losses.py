@@ -289,7 +289,7 @@ def rewrite(
     """Lower ``gm`` on fake inputs of which these are trained, run the passes, build the regions op by op."""
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    mode.cache_enabled = False  # as a step captures
+    mode.cache_enabled = not dynamic  # as a step captures
     placeholders = inputs_of(gm.graph)
     for node, value in zip(placeholders, make_inputs(trained=trained), strict=True):
         rows = (

@@ -54,8 +54,8 @@ def assert_equal_runs(gm, rewritten, inputs):
         )
 
 
-# The first ones hold every op of the grammar, and nearly all twice.
-@pytest.mark.parametrize("index", rows(range(75), seldom=range(36, 75)))
+# The first ones hold every op of the grammar, and most of them twice.
+@pytest.mark.parametrize("index", rows(range(75), seldom=range(26, 75)))
 def test_rewritten_equals_eager(index):
     gm, (passes, dynamic) = losses()[index], WAYS[index % len(WAYS)]
     result = rewrite(gm, passes, dynamic=dynamic)

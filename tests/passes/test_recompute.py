@@ -15,7 +15,7 @@ from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead, describe
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import region_calls, regions_of
 from fxrl.passes.recompute import Recompute
-from tests.capture.mixer import assert_matches_eager, assert_same, gradients
+from tests.capture.mixer import assert_matches_eager, assert_same, fixed, gradients
 from tests.compile.region_cases import saved_bytes
 from tests.passes.layered import Block, ids_batch, make_stack, outlined, square_loss
 from tests.passes.lowered import lowered, plain
@@ -102,7 +102,7 @@ def test_a_plan_for_another_model_is_said_to_be():
     plan = Plan({"0:block.1": CutLayer("inputs"), "1:blocks.0": CutLayer("inputs")})
     step = fxrl.optimize(make_stack(2), square_loss, fxrl.Config(**OPTIONS), plan=plan)
     with pytest.raises(fxrl.errors.MissedRewriteError) as raised:
-        step(ids_batch())
+        step(fixed(ids_batch()))
     assert_expected_inline(
         str(raised.value),
         """missed: plan @ 0:block.1: the plan names this site, and there is none; did you mean '0:blocks.1'?; print(step.plan) shows the sites that there are""",
@@ -113,7 +113,7 @@ def test_a_plan_outlines_layers_that_are_too_small_to_pay():
     config = fxrl.Config(compile_regions=False, on_miss="error")
     plan = Plan({"0:blocks.1": CutLayer("inputs")})
     step = fxrl.optimize(make_stack(2), square_loss, config, plan=plan)
-    step(ids_batch()).backward()
+    step(fixed(ids_batch())).backward()
     assert step.plan.choices["0:blocks.1"] == CutLayer("inputs")
 
 
@@ -128,7 +128,7 @@ def test_what_one_pass_refuses_others_still_do():
     plan = Plan({f"0:blocks.{i}": CutLayer("inputs", "host", "gpu", 8) for i in range(2)})
     options = OPTIONS | {"passes": ("tile-tokens", "offload"), "on_miss": "ignore"}
     step = fxrl.optimize(make_stack(2, block=NoMlp), square_loss, fxrl.Config(**options), plan=plan)
-    step(ids_batch())
+    step(fixed(ids_batch()))
     told = {(r.pass_name, str(r.kind)) for r in step.report.remarks if r.site == "0:blocks.1"}
     assert told >= {("recompute", "applied"), ("tile-tokens", "missed"), ("offload", "applied")}
     assert step.plan.choices["0:blocks.1"] == plan.choices["0:blocks.1"]
@@ -142,7 +142,7 @@ def test_what_is_no_plan_is_refused():
 
 
 def test_inputs_keep_less_than_products():
-    kept, batch = {}, ids_batch(8, 64)
+    kept, batch = {}, fixed(ids_batch(8, 64))
     for cut in ("products", "inputs"):
         model = make_stack(3)
         eager = saved_bytes(lambda model=model: square_loss(model, batch))

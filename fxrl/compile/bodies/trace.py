@@ -91,8 +91,9 @@ class TracedBody:
         self.decomposed = decompose and not region.tiled  # a tile's cut is given
         self._plan = plan or Plan()
         self.mode = symbolic_mode()
-        self.mode.cache_enabled = False  # an entry for symbolic sizes is dearer than the op itself
         self.bound = BoundSizes(region.inputs)
+        # An entry for symbolic sizes is dearer than the op itself, one for constants cheaper.
+        self.mode.cache_enabled = not self.bound.names
         self._symbols = self._make_symbols(sizes)
         self.input_examples = self._inputs()
         outputs = self._results()
