@@ -28,7 +28,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxrl.capture._torch import FakeTensorMode, swapped
-from fxrl.capture.quick_fakes import QuickMode
 from fxrl.ir.graph import Size, inputs_of
 
 functorch_config: Any = torch._functorch.config  # .patch: how min-cut weighs, for the time of a call
@@ -50,7 +49,7 @@ def donate_nothing() -> None:
 # ---------------------------------------------------------------------------- sizes that vary
 def symbolic_mode() -> FakeTensorMode:
     """Fake tensors whose sizes may vary, in a shape environment of their own."""
-    return QuickMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)
 
 
 def new_size(mode: FakeTensorMode, name: str, example: int) -> Size:

@@ -266,7 +266,6 @@ def _populate(memory: np.ndarray[Any, Any]) -> None:
 
 def _unpin(device: torch.device, address: int) -> None:
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # a kernel may still read it
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 

@@ -57,6 +57,8 @@ def on_host(tensor: Tensor) -> Tensor:
             reason_of(error),
         ) from error
     memory = _Memory(pinned)
+    end = weakref.finalize(memory, torch.cuda.synchronize, tensor.device)  # a kernel may read it
+    end.atexit = False  # the driver is gone by then
     _MEMORY[pinned.data_ptr()] = memory
     place = torch.as_tensor(memory, device=tensor.device)
     return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)

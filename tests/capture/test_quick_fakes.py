@@ -1,6 +1,7 @@
 """What is answered without asking PyTorch is what PyTorch answers."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxrl.capture import quick_fakes
-from fxrl.capture.quick_fakes import QuickMode
+from fxrl.capture._torch import swapped
 from fxrl.compile._torch import new_size
 
 aten, prims = torch.ops.aten, torch.ops.prims
+((_, _, DISPATCH),) = quick_fakes.REPLACED
+QUICK = partial(swapped, FakeTensorMode, dispatch=DISPATCH)
 
 
 def plain():
@@ -112,15 +115,15 @@ def viewed(given):
 @pytest.mark.parametrize("run", [unary, with_numbers, binary, converted, viewed])
 def test_answers_are_pytorchs(run):
     expected, assumed = looks(plain(), run)
-    mode = QuickMode(shape_env=ShapeEnv(), static_shapes=False)
-    found, taken = looks(mode, run)
+    with QUICK():
+        found, taken = looks(plain(), run)
     assert found == expected
     assert taken <= assumed
 
 
 def test_what_it_knows_it_does_not_ask(monkeypatch):
-    mode = QuickMode(shape_env=ShapeEnv(), static_shapes=False)
-    with mode, enable_python_dispatcher():
+    mode = plain()
+    with QUICK(), mode, enable_python_dispatcher():
         given = tensors(mode)
         asked, ask = [], quick_fakes._ask
         monkeypatch.setattr(
@@ -133,3 +136,12 @@ def test_what_it_knows_it_does_not_ask(monkeypatch):
         aten.mul.Tensor(aten.add.Tensor(dense, dense), row)
         prims.convert_element_type.default(dense, torch.float32)
     assert set(asked) <= {aten.as_strided.default, torch.ops.prim.device.default}
+
+
+def test_a_higher_order_op_knows_the_mode():
+    with QUICK(), plain(), enable_python_dispatcher():
+        x = torch.empty(3)
+        (made,) = torch.ops.higher_order.cond(
+            torch.empty((), dtype=torch.bool), lambda x: (x + 1,), lambda x: (x - 1,), (x,)
+        )
+    assert made.shape == (3,)

@@ -234,7 +234,7 @@ def test_pinned_memory_is_registered_until_the_last_page_is_gone(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    pages = [*host_memory._pinned(torch.device("cuda", 1), 3 * PAGE).view(3, PAGE).unbind()]
+    pages = [*host_memory.pinned_bytes(torch.device("cuda", 1), 3 * PAGE).view(3, PAGE).unbind()]
     assert driver.registered == {pages[0].data_ptr(): 3 * PAGE}
     for number, page in enumerate(pages):
         assert not page.any()
@@ -260,7 +260,7 @@ def test_memory_that_the_driver_refuses_is_given_back(monkeypatch):
     monkeypatch.setattr(torch.cuda, "check_error", check)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: launched.append(device))
     with pytest.raises(RuntimeError, match=r"out of memory \(2\)"):
-        host_memory._pinned(torch.device("cuda", 1), PAGE)
+        host_memory.pinned_bytes(torch.device("cuda", 1), PAGE)
     assert launched == [torch.device("cuda", 1)], "what the error would be told to next"
 
 
