@@ -17,8 +17,7 @@ elementwise ops: without those questions it takes 0.6 s instead of 1.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from fxrl.capture._torch import FakeTensor, FakeTensorMode
 from fxrl.ir.graph import Size
 
 aten, prims = torch.ops.aten, torch.ops.prims
-Ask = Callable[..., Any]
 #: Ops whose result is of their tensors' dtype, where that is one in floating point.
 _ALIKE = {
     aten.add.Tensor,
@@ -43,31 +41,25 @@ _ALIKE = {
     aten.silu.default,
     aten.sub.Tensor,
 }
-
-
 _ask = FakeTensorMode.dispatch
 
 
 def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    return _answer(partial(_ask, self), func, types, args, kwargs)
+    if func is aten.view.default and _is_dense(args[0]) and all(map(_is_known, args[1])):
+        x, size = args
+        *strides, count = _dense_strides(size)
+        if _expr(count) == _expr(x.numel()):
+            return _ask(self, aten.as_strided.default, types, (x, size, strides), {})
+    if func is prims.convert_element_type.default and _is_dense(args[0]):
+        return _dense_like(*args)
+    if func in _ALIKE and not kwargs and (x := _like_all(args)) is not None:
+        return _dense_like(x, x.dtype)
+    return _ask(self, func, types, args, kwargs)
 
 
 #: While a step is captured every fake mode answers so. (Higher-order ops know what to do in a mode
 #: by its class: they would not know a class of ours.)
 REPLACED: list[tuple[Any, str, Any]] = [(FakeTensorMode, "dispatch", _dispatch)]
-
-
-def _answer(ask: Ask, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    if func is aten.view.default and _is_dense(args[0]) and all(map(_is_known, args[1])):
-        x, size = args
-        *strides, count = _dense_strides(size)
-        if _expr(count) == _expr(x.numel()):
-            return ask(aten.as_strided.default, types, (x, size, strides), {})
-    if func is prims.convert_element_type.default and _is_dense(args[0]):
-        return _dense_like(*args)
-    if func in _ALIKE and not kwargs and (x := _like_all(args)) is not None:
-        return _dense_like(x, x.dtype)
-    return ask(func, types, args, kwargs)
 
 
 def _like_all(args: Sequence[Any]) -> FakeTensor | None:
