@@ -38,6 +38,7 @@ from fxrl.ops.sharded import Layout, Peers, Shards, new_part
 from fxrl.rl.loop.fingerprint import of_weights
 from tests.capture.mixer import fixed
 from tests.compile.shared_sequences import in_ranks
+from tests.forked import need_autograd_in_forks
 from tests.passes.layered import GatedBlock, ids_batch, make_stack, square_loss
 
 
@@ -283,6 +284,7 @@ def test_a_checkpoint_of_tied_weights_is_read_in_parts(kind, tmp_path):
 
 def test_a_rank_that_is_killed_holds_up_nobody(tmp_path):
     """It is gone before the first step of the other, which reads its part."""
+    need_autograd_in_forks()
     gone, alive = os.pipe()
 
     def work(rank):
