@@ -271,13 +271,28 @@ def sizes_from_data() -> Iterator[None]:
         decomposition_table[op] = own
 
 
-def guarded_names() -> set[str]:
-    """Last names of all that the trace at hand has read and compiled in: ``layer_idx``."""
-    names = (
-        str(guard.name() if callable(guard.name) else guard.name)
-        for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards
-    )
-    return {re.split(r"[.\[]", name)[-1].strip("'\"]") for name in names}
+def guarded_names() -> dict[str, list[Any]]:
+    """Last names of all that the trace at hand has read and compiled in (``layer_idx``), and where
+    each was read of (``value_at``)."""
+    found: dict[str, list[Any]] = {}
+    for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards:
+        name = re.split(r"[.\[]", _name_of(guard.originating_source))[-1].strip("'\"]")
+        found.setdefault(name, []).append(getattr(guard.originating_source, "base", None))
+    return found
+
+
+def value_at(place: Any) -> Any:
+    """What traced code finds at a place where it reads; None if that cannot be told."""
+    frame = _traced().root_tx
+    scope = {"L": frame.f_locals, "G": frame.f_globals}
+    try:
+        return eval(_name_of(place), scope)
+    except Exception:
+        return None
+
+
+def _name_of(source: Any) -> str:
+    return str(source.name() if callable(source.name) else source.name)
 
 
 def _traced() -> Any:

@@ -124,6 +124,26 @@ def test_each_layer_is_a_site_of_its_own():
     assert {f"0:layers.{n}" for n in range(4)} <= step.plan.choices.keys()
 
 
+class Numbered(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * 0.5**self.number
+
+
+class OddOneOut(Model):
+    """Its first layer is of another kind, and reads its number, which all have."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.layers[0] = Numbered(0)
+
+
+def test_a_number_that_another_layer_reads():
+    model = make(model=OddOneOut)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "3 layers were captured as 1"
+
+
 class Flag(Layer):
     def __init__(self, number):
         super().__init__(number)
