@@ -35,6 +35,7 @@ from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # ba
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # what an op says of fake tensors, in Dynamo's words
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
 from torch._dynamo.variables import ConstDictVariable, SetVariable
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, AttributeMutationNew, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
@@ -333,7 +334,10 @@ _OLDER = (ValueMutationExisting, AttributeMutationExisting)
 
 
 def _contents(effects: Any, held: Any) -> Any:
-    """What an object holds that traced code wrote into; equal to nothing if that is not known."""
+    """What an object holds that traced code wrote into; equal to nothing if that is not known.
+    The modes that torch functions are called under are one, whoever enters any."""
+    if isinstance(held, TorchFunctionModeStackVariable):
+        return [_same(mode) for mode in held.symbolic_stack]
     attributes = effects.store_attr_mutations.get(held, {})
     found = [(name, _told(value)) for name, value in attributes.items()]
     if isinstance(held, (ConstDictVariable, BaseListVariable, SetVariable)):
