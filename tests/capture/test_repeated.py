@@ -168,7 +168,12 @@ class Moded(Model):
         return x
 
 
-@pytest.mark.parametrize("last", [0, 2])
+FORGETS = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11 traces these layers as if under no mode"
+)
+
+
+@pytest.mark.parametrize("last", [0, pytest.param(2, marks=FORGETS)])
 def test_layers_after_a_mode_and_under_one(last):
     model = make(model=Moded)
     model.last = last
