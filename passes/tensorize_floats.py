@@ -41,6 +41,16 @@ _TENSOR_OVERLOADS: dict[Any, Any] = {
     aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
     aten.masked_fill.Scalar: aten.masked_fill.Tensor,
 } | {op: op for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)}
+#: Comparisons, likewise: in the dtype of what is compared.
+_COMPARED: dict[Any, Any] = {
+    aten.gt.Scalar: aten.gt.Tensor,
+    aten.ge.Scalar: aten.ge.Tensor,
+    aten.lt.Scalar: aten.lt.Tensor,
+    aten.le.Scalar: aten.le.Tensor,
+    aten.eq.Scalar: aten.eq.Tensor,
+    aten.ne.Scalar: aten.ne.Tensor,
+}
+_TENSOR_OVERLOADS |= _COMPARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +122,13 @@ def _compute(builder: Builder, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -
 
 def _read_tensors(builder: Builder, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> None:
     """Point one elementwise op at the tensors, unless its result would get another dtype."""
-    val = tensor_val(node)
+    val = tensor_val(node.args[0] if node.target in _COMPARED else node)
     if val is None or not val.is_floating_point():
         return
     # A 0-d float64 tensor promotes other 0-d tensors, where a Python number does not.
     dtype = torch.float64 if val.dim() else val.dtype
-    if not val.dim() and val.dtype.itemsize < 4:
+    # Of what is narrower a GPU compares with the number as it is, but with the tensor rounded.
+    if val.dtype.itemsize < 4 and (not val.dim() or node.target in _COMPARED):
         return
 
     def convert(arg: Any) -> Any:
@@ -126,6 +137,6 @@ def _read_tensors(builder: Builder, node: fx.Node, tensors: dict[fx.Node, fx.Nod
         return builder.call(aten._to_copy.default, tensors[arg], dtype=dtype, device=val.device)
 
     made = builder.call(_TENSOR_OVERLOADS[node.target], *map(convert, node.args), **node.kwargs)
-    if val_of(made).dtype == val.dtype:
+    if val_of(made).dtype == val_of(node).dtype:
         made.meta = {**node.meta, "val": made.meta["val"]}
         node.replace_all_uses_with(made)

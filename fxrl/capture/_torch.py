@@ -35,6 +35,7 @@ from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # ba
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # what an op says of fake tensors, in Dynamo's words
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
 from torch._dynamo.variables import ConstDictVariable, SetVariable
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, AttributeMutationNew, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
@@ -271,13 +272,28 @@ def sizes_from_data() -> Iterator[None]:
         decomposition_table[op] = own
 
 
-def guarded_names() -> set[str]:
-    """Last names of all that the trace at hand has read and compiled in: ``layer_idx``."""
-    names = (
-        str(guard.name() if callable(guard.name) else guard.name)
-        for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards
-    )
-    return {re.split(r"[.\[]", name)[-1].strip("'\"]") for name in names}
+def guarded_names() -> dict[str, list[Any]]:
+    """Last names of all that the trace at hand has read and compiled in (``layer_idx``), and where
+    each was read of (``value_at``)."""
+    found: dict[str, list[Any]] = {}
+    for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards:
+        name = re.split(r"[.\[]", _name_of(guard.originating_source))[-1].strip("'\"]")
+        found.setdefault(name, []).append(getattr(guard.originating_source, "base", None))
+    return found
+
+
+def value_at(place: Any) -> Any:
+    """What traced code finds at a place where it reads; None if that cannot be told."""
+    frame = _traced().root_tx
+    scope = {"L": frame.f_locals, "G": frame.f_globals}
+    try:
+        return eval(_name_of(place), scope)
+    except Exception:
+        return None
+
+
+def _name_of(source: Any) -> str:
+    return str(source.name() if callable(source.name) else source.name)
 
 
 def _traced() -> Any:
@@ -318,7 +334,10 @@ _OLDER = (ValueMutationExisting, AttributeMutationExisting)
 
 
 def _contents(effects: Any, held: Any) -> Any:
-    """What an object holds that traced code wrote into; equal to nothing if that is not known."""
+    """What an object holds that traced code wrote into; equal to nothing if that is not known.
+    The modes that torch functions are called under are one, whoever enters any."""
+    if isinstance(held, TorchFunctionModeStackVariable):
+        return [_same(mode) for mode in held.symbolic_stack]
     attributes = effects.store_attr_mutations.get(held, {})
     found = [(name, _told(value)) for name, value in attributes.items()]
     if isinstance(held, (ConstDictVariable, BaseListVariable, SetVariable)):

@@ -93,6 +93,10 @@ class Layer:
             return not own[0] and self.module in read[0].modules()
         return any(own) and (read[0] is read[1] or not all(own))
 
+    def may_hold(self, part: Any) -> bool:
+        """Whether something is a part of the layer, or nobody knows what it is (None)."""
+        return part is None or id(part) in self.contents.held
+
     def place_of(self, tensor: Any) -> int | None:
         """Which of the layer's tensors it is; equal layers have theirs in the same order."""
         return self._places.get(id(tensor))

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxrl.analysis.layers import type_of
-from fxrl.capture._torch import fake_like, guarded_names
+from fxrl.capture._torch import fake_like, guarded_names, value_at
 from fxrl.capture.repeated import Layer, again, begins, ends, feeds, layer_of
 from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graph_module, inline, modules_of, set_body
 from fxrl.ir.graph import as_node, example_of, inputs_of, last_input
@@ -165,7 +165,7 @@ class _Sharing:
         layer = layer_of(token)
         body = self._bodies[layer.first.token]
         for name in layer.first.contents.counters(layer.contents):
-            if name in self._read:
+            if any(layer.first.may_hold(value_at(place)) for place in self._read.get(name, ())):
                 raise Refusal(f"{layer.first.path} reads its {name}; {layer.path} has another")
         given = _matched(layer, body.arguments, node.args[1:])
         inputs = [self._equal(layer, one, body.frame, frame, given) for one in body.inputs]

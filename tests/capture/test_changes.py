@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config
 
 from fxrl.errors import FxrlError
@@ -26,6 +27,8 @@ from fxrl.step import TrainStep, optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,
+    VOCAB,
+    WIDTH,
     Mixer,
     assert_matches_eager,
     assert_same,
@@ -379,6 +382,57 @@ def test_a_cache_keeps_what_it_said_of_a_size_that_varies(loss_fn: Any, monkeypa
         assert_same(*made)
         assert loss_fn is not tabled or number > 2 or captures(step) == 1
     assert fused(step)
+
+
+class Ticking(nn.Module):
+    """A layer that asks caches: of a length, of itself, of a weight."""
+
+    def __init__(self, tables: Tables, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.tables, self.number = tables, number
+
+    @functools.cache  # noqa: B019
+    def slope(self) -> float:
+        return 0.5**self.number
+
+    def asked(self, x: torch.Tensor, of: str) -> Any:
+        if of == "length":
+            return self.tables.table(n=x.size(1))[:, None]
+        return self.slope() if of == "itself" else self.tables.norm(self.linear.weight)
+
+    def forward(self, x: torch.Tensor, of: str) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x.cumsum(1) / 3)) * self.asked(x, of)
+
+
+class Layered(nn.Module):
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.of, self.tables = nn.Embedding(VOCAB, WIDTH).double(), of, Tables()
+        self.layers = nn.ModuleList(Ticking(self.tables, number) for number in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            if self.of == "checkpointed":
+                x = checkpoint(layer, x, "length", use_reentrant=False)
+            else:
+                x = layer(x, self.of)
+        return x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("of", ["length", "checkpointed", "itself", "weight"])
+def test_a_cache_that_layers_ask_keeps_what_it_said(of: str) -> None:
+    model, wanted = Layered(of), Layered(of)
+    step = optimize(model, policy_loss, QUIET)
+    for number, length in enumerate((7, 9, 7, 9)):
+        model.tables.base = wanted.tables.base = max(1.0, number)
+        made = []
+        for one, of_model in ((step, model), (partial(policy_loss, wanted), wanted)):
+            made.append(outcome(one, of_model, make_batch(length=length)))
+        assert_same(*made)
+    assert of in ("length", "checkpointed") or captures(step) == 1
 
 
 def test_what_a_cache_says_of_what_is_known_is_captured_once(monkeypatch: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import modeling_layers
 
 import fxrl
@@ -122,6 +123,63 @@ def test_each_layer_is_a_site_of_its_own():
     step = optimized(make())
     step(ONE)
     assert {f"0:layers.{n}" for n in range(4)} <= step.plan.choices.keys()
+
+
+class Numbered(Layer):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x) * 0.5**self.number
+
+
+class OddOneOut(Model):
+    """Its first layer is of another kind, and reads its number, which all have."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.layers[0] = Numbered(0)
+
+
+def test_a_number_that_another_layer_reads():
+    model = make(model=OddOneOut)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "3 layers were captured as 1"
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is F.silu else result
+
+
+class Moded(Model):
+    """Some code is run under a mode: what the layers are given, and the last ones of them."""
+
+    last = 0
+
+    def body(self, x):
+        with Doubled():
+            x = x + F.silu(x)
+        for layer in self.layers[: 4 - self.last]:
+            x = layer(x)
+        if self.last:
+            with Doubled():
+                for layer in self.layers[-self.last :]:
+                    x = layer(x)
+        return x
+
+
+FORGETS = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11 traces these layers as if under no mode"
+)
+
+
+@pytest.mark.parametrize("last", [0, pytest.param(2, marks=FORGETS)])
+def test_layers_after_a_mode_and_under_one(last):
+    model = make(model=Moded)
+    model.last = last
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == ("" if last else "4 layers were captured as 1")
 
 
 class Flag(Layer):

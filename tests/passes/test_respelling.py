@@ -82,6 +82,19 @@ def test_arithmetic_of_floats_follows():
     assert_expected_inline(reasons(report), """2 numbers stay tensors""")
 
 
+@pytest.mark.parametrize("op", ["gt", "ge", "lt", "le", "eq", "ne"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_threshold_stays_a_tensor(op, dtype):
+    def kept(x, t):
+        return torch.where(getattr(x, op)(t.item()), x, 0.0)
+
+    x = draw(4, 3).detach().to(dtype)
+    t = x[1, 1].double() if op in ("eq", "ne") else torch.tensor(0.1).double()
+    gm, _ = rewritten(TensorizeFloats(), kept, x, t)
+    narrow = dtype == torch.bfloat16  # which a GPU compares in float32
+    assert ("_local_scalar_dense" in print_graph(gm)) == narrow
+
+
 def test_a_number_for_an_op_that_takes_numbers_stays():
     def clamped(x, t):
         return x.clamp(max=t.item())

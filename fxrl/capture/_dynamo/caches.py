@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import install_guard
@@ -31,6 +32,7 @@ from fxrl.capture._dynamo.frames import in_body
 from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
 from fxrl.capture._dynamo.reads import LITERALS, Read
 from fxrl.capture._torch import never_captured
+from fxrl.capture.repeated import has_read
 
 _call_wrapped = WrapperUserFunctionVariable.call_function
 _UNKNOWN = object()
@@ -54,8 +56,10 @@ def _answered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     named = {name: _known(tx, one) for name, one in kwargs.items()}
     if not known:
         return _call_wrapped(self, tx, args, kwargs)
+    held = [one for one in (*positional, *named.values()) if one is not _UNKNOWN]
+    for one in held:  # the cache has an answer of its own for that of each layer
+        has_read(one, one)
     if any(one is _UNKNOWN for one in (*positional, *named.values())):
-        held = [one for one in (*positional, *named.values()) if one is not _UNKNOWN]
         return _traced_through(self, tx, args, kwargs, held)
     _what_is_read(tx, cached, (*positional, *named.values()))
     ask = partial(cached, *positional, **named)
@@ -90,11 +94,15 @@ def _traced_through(self: Any, tx: Any, args: Any, kwargs: dict[str, Any], held:
     added = [getattr(node.target, "__name__", str(node.target)) for node in list(nodes)[before:]]
     if len(tx.output.random_calls) > drawn or any(map(_DRAWS.fullmatch, added)):
         _end_graph(cached, "it draws random numbers once, for sizes that vary")
-    if read.told and not in_body(tx) and not any(isinstance(one, TensorVariable) for one in given):
+    if read.told and not any(isinstance(one, TensorVariable) for one in given):
         first[objects] = read.told
         if read.tensors:  # the graph is given whichever there are
             guard_that(tx, lambda: Read(cached.__wrapped__, held).told == read.told)
-        tx.output.root_tx.debug_locals.append((_Asked(tx, cached, tuple(kwargs)), given))
+        behind = [_Behind(tx, one) for one in given]
+        if in_body(tx) and any(one.leaves_body for one in behind):
+            _end_graph(cached, "what it is asked of is known only within a layer")
+        asked = _Asked(tx, cached, tuple(kwargs), behind)
+        tx.output.root_tx.debug_locals.append((asked, asked.given))
     return answer
 
 
@@ -111,16 +119,54 @@ def _end_graph(cached: Any, why: str) -> None:
     unimplemented(gb_type="cached function", context="", explanation=explanation, hints=[])
 
 
+class _Behind:
+    """What code behind the graph is given for an argument. A size is made of the inputs' sizes
+    again: what a layer computes does not leave it.
+
+    Attributes:
+        given: values that the code is given.
+        leaves_body: whether a number among them is computed by the graph.
+    """
+
+    def __init__(self, tx: Any, argument: Any) -> None:
+        number = getattr(argument, "sym_num", None)
+        self.given, self.leaves_body = [argument], number is not None
+        self._size: tuple[Any, list[Any]] | None = None
+        if not isinstance(number, torch.SymInt):
+            return
+        symbols = sorted(number.node.expr.free_symbols, key=str)
+        sources = [_source_of(tx, one) for one in symbols]
+        if all(sources):
+            self.given = [VariableTracker(source=one) for one in sources]
+            self._size, self.leaves_body = (number.node.expr, symbols), False
+
+    def argument(self, given: Any) -> Any:
+        """The argument, of what the code was given next."""
+        if self._size is None:
+            return next(given)
+        expression, symbols = self._size
+        return int(expression.xreplace({one: sympy.Integer(next(given)) for one in symbols}))
+
+
+def _source_of(tx: Any, symbol: Any) -> Any:
+    """Where code finds a size, or None."""
+    sources = tx.output.shape_env.var_to_sources.get(symbol, ())
+    return next((one for one in sources if not one.is_ephemeral()), None)
+
+
 class _Asked(VariableTracker):
     """Behind the graph, code asks a cache: of arguments whose last ones have these names."""
 
-    def __init__(self, tx: Any, cached: Any, names: tuple[str, ...]) -> None:
+    def __init__(self, tx: Any, cached: Any, names: tuple[str, ...], behind: list[_Behind]) -> None:
         @never_captured("a cache keeps what eager makes")
         def ask(*given: Any) -> None:
-            first = len(given) - len(names)
-            cached(*given[:first], **dict(zip(names, given[first:], strict=True)))
+            values = iter(given)
+            asked = [one.argument(values) for one in behind]
+            first = len(asked) - len(names)
+            cached(*asked[:first], **dict(zip(names, asked[first:], strict=True)))
 
         super().__init__(source=GlobalSource(tx.output.install_global("fxrl_ask", ask)))
+        self.given = [value for one in behind for value in one.given]
 
 
 def computed_once(self: Any, tx: Any, name: str) -> Any:
