@@ -12,6 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
@@ -19,6 +20,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 # fmt: off
 import torch
 import torch._functorch.config
+import torch.fx._lazy_graph_module
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_module_simplified as aot_module_simplified  # forward and backward as graphs
@@ -33,6 +35,7 @@ from fxrl.ir.graph import Size, inputs_of
 functorch_config: Any = torch._functorch.config  # .patch: how min-cut weighs, for the time of a call
 without_autocast: Any = torch._C._DisableAutocast  # a context: a lowered graph already holds its casts
 without_saved_tensors_hooks: Any = torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing  # a context: the user's hooks are for values, not for what is traced
+new_graph_module: Callable[..., fx.GraphModule] = torch.fx._lazy_graph_module._make_graph_module  # as make_fx makes it: while torch compiles, its code is written when it first runs
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the backward at hand
 
 # fmt: on
@@ -62,6 +65,18 @@ def new_size(mode: FakeTensorMode, name: str, example: int) -> Size:
     return size
 
 
+def size_of(mode: FakeTensorMode, expr: Any) -> Size:
+    """A size by its expression in symbols of the mode."""
+    size: Size = mode.shape_env.create_symintnode(expr, hint=None)
+    return size
+
+
+def storage_of(x: Tensor) -> int:
+    """What a tensor's memory is known by, as long as it lives."""
+    address: int = x.untyped_storage()._cdata
+    return address
+
+
 def values_of(sizes: Mapping[str, Size], given: Mapping[str, int]) -> dict[Any, Any]:
     """Symbol -> number, of those ``sizes`` that are symbols and have a number given."""
     return {
@@ -71,13 +86,18 @@ def values_of(sizes: Mapping[str, Size], given: Mapping[str, int]) -> dict[Any, 
     }
 
 
+def guards_of(mode: FakeTensorMode) -> Sequence[Any]:
+    """What graphs traced in ``mode`` assume of its sizes."""
+    return mode.shape_env.guards
+
+
 def holds(mode: FakeTensorMode, sizes: Mapping[str, Size], given: Mapping[str, int]) -> bool:
     """Whether graphs traced in ``mode``, their ``new_size`` being ``sizes``, hold for those given."""
     known = [(size, given[name]) for name, size in sizes.items() if name in given]
     if any(n != size if isinstance(size, int) else n < 2 for size, n in known):
         return False
     values = values_of(sizes, given)
-    return all(guard.expr.xreplace(values) != sympy.false for guard in mode.shape_env.guards)
+    return all(guard.expr.xreplace(values) != sympy.false for guard in guards_of(mode))
 
 
 # ---------------------------------------------------------------------------- Inductor
@@ -279,6 +299,22 @@ def marking_roundings() -> AbstractContextManager[object]:
 
     marking: AbstractContextManager[object] = config.patch(emulate_precision_casts=True)
     return marking
+
+
+def inductor_cache_folder() -> Path | None:
+    """Where Inductor keeps the graphs that it compiled; None where it is told to keep none."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    kept = config.fx_graph_cache and not config.force_disable_caches
+    return Path(cache_dir()) if kept else None
+
+
+def inductor_settings() -> bytes:
+    """A hash of all that Inductor can be told."""
+    from torch._inductor import config
+
+    return config.get_hash()
 
 
 def inductor_kinds() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -39,10 +39,12 @@ from fxrl.compile._torch import (
 )
 from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, outputs_again, partition
+from fxrl.compile.bodies.trace_cache import cached_trace
 from fxrl.ir.bodies import clone
 from fxrl.ir.graph import Size, hint, share_repeats, spelled_alike, tensor_val, writes
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
+from fxrl.ir.printer import print_graph
 from fxrl.ir.region import InputSpec, Region
 from fxrl.ir.site import name_sites
 from fxrl.ir.sizes import BoundSizes, measure_by
@@ -115,7 +117,7 @@ class TracedBody:
         if self._joint is not None:
             self._cut(self._joint)
         else:
-            self.forward = self._joined(self._trace(self._forward, self.input_examples))
+            self.forward = self._joined(self._trace(self._forward, self.input_examples, []))
             self._pass(HALF_PIPELINE, self.forward)
 
     def with_cut(self, region: Region) -> TracedBody:
@@ -169,7 +171,7 @@ class TracedBody:
             for output in (outputs[i] for i in self.grad_outputs)
         ]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
-        return self._trace(self._both(), [self.input_examples, self.grad_examples])
+        return self._trace(self._both(), self.input_examples, self.grad_examples)
 
     def _joined(self, gm: fx.GraphModule) -> fx.GraphModule:
         self._pass(JOINT_PIPELINE, gm)
@@ -200,7 +202,9 @@ class TracedBody:
         assumed = {n: max(2, hint(s)) for n, s in zip(self.bound.names, seen, strict=True)}
         assumed |= {"rows": _TRACE_ROWS} if self.region.tiled else {}
         values = {name: (sizes or assumed)[name] for name in self.bound.names}
-        return {name: new_size(self.mode, name, size) for name, size in values.items()}
+        # Numbered, so that graphs alike are so to the letter, whatever batch their sizes are of.
+        numbered = enumerate(values.items())
+        return {name: new_size(self.mode, str(n), size) for n, (name, size) in numbered}
 
     # -- fake inputs; each a tensor of its own, for a mode traces one tensor as one value
     def _inputs(self) -> list[Tensor]:
@@ -295,18 +299,27 @@ class TracedBody:
             ]
             return live, list(self._run(*live))
 
-    def _trace(self, function: Any, inputs: Sequence[Any]) -> fx.GraphModule:
+    def _trace(
+        self, function: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> fx.GraphModule:
+        """A function of inputs, and of gradients where there are any, as a graph of values."""
+        given = [inputs, grads] if grads else inputs
+        asked = (print_graph(self._run), self.region.trained, self.grad_outputs, self.decomposed)
+        make = partial(self._traced, function, given)
+        return cached_trace(asked, [*inputs, *grads], self.mode, make)
+
+    def _traced(self, function: Any, inputs: Sequence[Any]) -> fx.GraphModule:
         table = inductor_decompositions() if self.decomposed else None
         with self._tracing(), marking_roundings():
             gm = make_fx(function, decomposition_table=table)(*inputs)
             if writes(gm):  # an autograd formula may; the partitioner must see values alone
                 values = wraps(function)(torch.func.functionalize(gm))  # arguments keep their names
                 gm = make_fx(values, decomposition_table=table)(*inputs)
+        gm.graph.set_codegen(fx.graph.CodeGen())  # inputs one by one
         gm.graph.eliminate_dead_code()
         share_repeats(gm.graph)  # what is scored goes through what is trained
         _keep_factors(gm.graph)
-        gm.recompile()
-        return gm
+        return clone(gm)  # without the names of nodes that are gone
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
