@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch import fx
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -80,19 +81,32 @@ def views(x):
     return y.view(-1), y[:, 1:], x.sin(), y.permute(1, 0)
 
 
-def kept(function, rows=6, asked=None):
-    """The graph of a function of [rows, 8], and whether it was traced."""
-    mode, calls = symbolic_mode(), []
+def of_rows(rows):
+    """A mode, and a fake tensor of [rows, 8] in it, whose rows vary."""
+    mode = symbolic_mode()
     size = new_size(mode, "0", rows)
     with mode:
-        x = torch.empty(size, 8)
+        return mode, torch.empty(size, 8)
+
+
+def traced_in(mode, function, x):
+    with mode:
+        return make_fx(function)(x)
+
+
+def kept(function, rows=6, asked=None, body=None):
+    """The graph of a function of [rows, 8], and whether it was traced."""
+    mode, x = of_rows(rows)
+    calls = []
 
     def make():
         calls.append(1)
-        with mode:
-            return make_fx(function)(x)
+        return traced_in(mode, function, x)
 
-    return cached_trace([asked or function.__name__], [x], mode, make), len(calls) == 1, mode
+    if body is None:
+        own, like = of_rows(rows)
+        body = traced_in(own, function, like)
+    return cached_trace(body, [asked], [x], mode, make), len(calls) == 1, mode
 
 
 def memory_of(gm):
@@ -159,6 +173,15 @@ def test_what_a_file_would_not_tell_is_traced_anew(function, folder):
     assert not folder.exists() or not [*folder.iterdir()]
     assert kept(product)[1]
     assert [*folder.iterdir()]
+
+
+def test_a_body_whose_ops_are_the_users_is_traced_anew(folder):
+    """What such an op is made of may be all known, and others when the next process begins."""
+    body = fx.Graph()
+    body.output(body.call_function(torch.ops.trace_cache_tests.twice, (body.placeholder("x"),)))
+    for _ in range(2):
+        assert kept(product, body=fx.GraphModule({}, body))[1]
+    assert not folder.exists()
 
 
 def test_what_is_assumed_of_sizes_stays_known():

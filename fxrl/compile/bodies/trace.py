@@ -44,7 +44,6 @@ from fxrl.ir.bodies import clone
 from fxrl.ir.graph import Size, hint, share_repeats, spelled_alike, tensor_val, writes
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
-from fxrl.ir.printer import print_graph
 from fxrl.ir.region import InputSpec, Region
 from fxrl.ir.site import name_sites
 from fxrl.ir.sizes import BoundSizes, measure_by
@@ -304,9 +303,9 @@ class TracedBody:
     ) -> fx.GraphModule:
         """A function of inputs, and of gradients where there are any, as a graph of values."""
         given = [inputs, grads] if grads else inputs
-        asked = (print_graph(self._run), self.region.trained, self.grad_outputs, self.decomposed)
+        asked = self.region.trained, self.grad_outputs, self.decomposed
         make = partial(self._traced, function, given)
-        return cached_trace(asked, [*inputs, *grads], self.mode, make)
+        return cached_trace(self._run, asked, [*inputs, *grads], self.mode, make)
 
     def _traced(self, function: Any, inputs: Sequence[Any]) -> fx.GraphModule:
         table = inductor_decompositions() if self.decomposed else None

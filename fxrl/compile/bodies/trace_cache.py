@@ -45,6 +45,7 @@ from fxrl.compile.bodies.attention import allowed
 from fxrl.errors import first_line
 from fxrl.files import write_bytes
 from fxrl.ir.graph import OpOverload, Size
+from fxrl.ir.printer import print_graph
 
 log = logging.getLogger(__name__)
 #: Namespaces of the ops whose code the key knows.
@@ -54,27 +55,28 @@ _OWN = ("_operator", "math", "torch")
 
 
 def cached_trace(
+    body: fx.GraphModule,
     asked: Sequence[object],
     inputs: Sequence[Tensor],
     mode: FakeTensorMode,
     make: Callable[[], fx.GraphModule],
 ) -> fx.GraphModule:
-    """What ``make`` traces in ``mode``, or what an earlier process kept of it.
+    """What ``make`` traces of a body in ``mode``, or what an earlier process kept of it.
 
-    ``asked`` tells, as text, all that the trace depends on beside its ``inputs``, whose symbols are
-    the only ones of the mode. What ``make`` raises is raised, and nothing kept.
+    ``asked`` tells, as text, what the trace depends on beside the body and its ``inputs``, whose
+    symbols are the only ones of the mode. What ``make`` raises is raised, and nothing kept.
     """
-    if (folder := inductor_cache_folder()) is None:
+    if (folder := inductor_cache_folder()) is None or not _is_told(body):
         return make()
     looks = [(x.dtype, x.device, *map(str, x.shape), *map(str, x.stride())) for x in inputs]
-    key = [*asked, looks, _program(), *_surroundings({x.device for x in inputs})]
+    key = [print_graph(body), *asked, looks, _program(), *_surroundings({x.device for x in inputs})]
     name = hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()
     file = folder / "fxrl" / name
     if (found := _read(file, mode)) is not None:
         return found
     assumed = len(guards_of(mode))
     gm = make()
-    if len(guards_of(mode)) == assumed and all(map(_is_known, gm.graph.nodes)):
+    if len(guards_of(mode)) == assumed and _is_told(gm):
         _write(file, gm.graph)
     return gm
 
@@ -97,8 +99,12 @@ def _surroundings(devices: Iterable[torch.device]) -> list[object]:
 
 
 # ---------------------------------------------------------------------------- the file
+def _is_told(gm: fx.GraphModule) -> bool:
+    """Whether a graph's text, or the records of its nodes, are all that there is to it."""
+    return all(map(_is_known, gm.graph.nodes))
+
+
 def _is_known(node: fx.Node) -> bool:
-    """Whether a node is all in its record."""
     if isinstance(node.target, OpOverload):
         return node.target.namespace in _KNOWN
     if node.op == "call_function":
