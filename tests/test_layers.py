@@ -27,7 +27,7 @@ LAYERS = {
     "kernels": BASE | {"ir", "ops"},
     "passes": BASE | {"ir", "analysis", "ops"},
     "capture": BASE | {"ir", "analysis", "passes"},
-    "compile": BASE | {"ir", "capture", "analysis", "passes", "planner", "ops", "kernels"},
+    "compile": BASE | {"files", "ir", "capture", "analysis", "passes", "planner", "ops", "kernels"},
     "inspect": BASE | {"files", "ir", "capture", "planner", "ops", "compile"},
     "step": BASE | {"ir", "capture", "planner", "ops", "compile", "inspect"},
     "losses": BASE,

@@ -184,9 +184,15 @@ def test_a_body_whose_ops_are_the_users_is_traced_anew(folder):
     assert not folder.exists()
 
 
-def test_what_is_assumed_of_sizes_stays_known():
-    for _ in range(2):
-        assert [guard for guard in guards_of(kept(assumes)[2])]
+def test_what_was_assumed_before_a_trace_counts():
+    """It asks no second time, and takes the way that these sizes take."""
+    for rows, factor in ((6, 2.0), (3, 3.0)):
+        mode, x = of_rows(rows)
+        body = traced_in(of_rows(5)[0], torch.exp, torch.empty(3))  # whose text tells nothing
+        assert bool(x.shape[0] > 4) is (rows > 4)
+        gm = cached_trace(body, [], [x], mode, lambda m=mode, x=x: traced_in(m, assumes, x))
+        assert torch.equal(gm(torch.ones(rows, 8)), torch.full((rows, 8), factor))
+        assert guards_of(mode)
 
 
 def test_what_a_trace_depends_on_is_told_apart(monkeypatch):
