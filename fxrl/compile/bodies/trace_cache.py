@@ -75,7 +75,8 @@ def cached_trace(
     if (found := _read(file, mode)) is not None:
         return found
     gm = make()
-    if not guards_of(mode) and _is_told(gm):  # nor has what was asked before assumed any
+    # A guard made before the trace counts, too: what is asked again adds none.
+    if not guards_of(mode) and _is_told(gm):
         _write(file, gm.graph)
     return gm
 
