@@ -118,7 +118,7 @@ class Region:
     def _hash(self, specs: Sequence[InputSpec]) -> str:
         symbols = Symbols()
         inputs = [_signature(spec, symbols, str(spec.example.device)) for spec in specs]
-        return self._digest(_text(self.forward), inputs)
+        return self._digest(body_text(self.forward), inputs)
 
     def _digest(self, body: str, inputs: Sequence[str]) -> str:
         groups = [f"{self.groups} groups"] if self.groups > 1 else []
@@ -127,7 +127,8 @@ class Region:
 
 
 @once_for_body
-def _text(body: fx.GraphModule) -> str:
+def body_text(body: fx.GraphModule) -> str:
+    """``print_graph`` of a body."""
     return print_graph(body)
 
 

@@ -169,7 +169,7 @@ class Moded(Model):
 
 
 FORGETS = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="torch 2.11 traces these layers as if under no mode"
+    torch.__version__ < "2.13", reason="torch 2.11 compiles such a model to other numbers"
 )
 
 

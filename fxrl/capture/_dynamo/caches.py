@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import sympy  # type: ignore[import-untyped]
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import install_guard
@@ -33,6 +33,7 @@ from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
 from fxrl.capture._dynamo.reads import LITERALS, Read
 from fxrl.capture._torch import never_captured
 from fxrl.capture.repeated import has_read
+from fxrl.ir.sizes import measure_by
 
 _call_wrapped = WrapperUserFunctionVariable.call_function
 _UNKNOWN = object()
@@ -145,7 +146,7 @@ class _Behind:
         if self._size is None:
             return next(given)
         expression, symbols = self._size
-        return int(expression.xreplace({one: sympy.Integer(next(given)) for one in symbols}))
+        return measure_by({one: sympy.Integer(next(given)) for one in symbols})(expression)
 
 
 def _source_of(tx: Any, symbol: Any) -> Any:

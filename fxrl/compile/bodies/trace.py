@@ -314,11 +314,10 @@ class TracedBody:
             if writes(gm):  # an autograd formula may; the partitioner must see values alone
                 values = wraps(function)(torch.func.functionalize(gm))  # arguments keep their names
                 gm = make_fx(values, decomposition_table=table)(*inputs)
-        gm.graph.set_codegen(fx.graph.CodeGen())  # inputs one by one
         gm.graph.eliminate_dead_code()
         share_repeats(gm.graph)  # what is scored goes through what is trained
         _keep_factors(gm.graph)
-        return clone(gm)  # without the names of nodes that are gone
+        return clone(gm)  # inputs one by one, and no names of nodes that are gone
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ from fxrl.compile.bodies.attention import allowed
 from fxrl.errors import first_line
 from fxrl.files import write_bytes
 from fxrl.ir.graph import OpOverload, Size
-from fxrl.ir.printer import print_graph
+from fxrl.ir.region import body_text
 
 log = logging.getLogger(__name__)
 #: Namespaces of the ops whose code the key knows.
@@ -69,7 +69,7 @@ def cached_trace(
     if (folder := inductor_cache_folder()) is None or not _is_told(body):
         return make()
     looks = [(x.dtype, x.device, *map(str, x.shape), *map(str, x.stride())) for x in inputs]
-    key = [print_graph(body), *asked, looks, _program(), *_surroundings({x.device for x in inputs})]
+    key = [body_text(body), *asked, looks, _program(), *_surroundings({x.device for x in inputs})]
     name = hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()
     file = folder / "fxrl" / name
     if (found := _read(file, mode)) is not None:
@@ -130,10 +130,7 @@ def _read(file: Path, mode: FakeTensorMode) -> fx.GraphModule | None:
     if not file.exists():
         return None
     try:
-        reader = _Reader(BytesIO(file.read_bytes()), mode)
-        while not reader.complete:
-            reader.read()
-        return new_graph_module({}, reader.graph)
+        return new_graph_module({}, _Reader(BytesIO(file.read_bytes()), mode).read())
     except Exception as error:
         log.warning("%s is damaged, and made anew: %s", file, first_line(error))
         return None
@@ -168,23 +165,23 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """Makes the nodes of a new graph, with fake values of ``mode``."""
+    """Makes a new graph, with fake values of ``mode``."""
 
     def __init__(self, stream: BytesIO, mode: FakeTensorMode) -> None:
         super().__init__(stream)
-        self.graph, self.complete = fx.Graph(), False
         self._mode = mode
         self._nodes: dict[str, fx.Node] = {}
         self._sizes: dict[Any, Size] = {}
         self._storages: dict[int, Tensor] = {}
 
-    def read(self) -> None:
-        """One more node."""
-        op, name, target, args, kwargs, meta = self.load()
-        node = self.graph.create_node(op, target, args, kwargs, name)
-        node.meta = meta
-        self._nodes[name] = node
-        self.complete = op == "output"
+    def read(self) -> fx.Graph:
+        """The graph, node by node: those that come later name it."""
+        graph, op = fx.Graph(), ""
+        while op != "output":
+            op, name, target, args, kwargs, meta = self.load()
+            node = self._nodes[name] = graph.create_node(op, target, args, kwargs, name)
+            node.meta = meta
+        return graph
 
     def persistent_load(self, told: tuple[Any, ...]) -> object:
         return getattr(self, f"_{told[0]}")(*told[1:])
