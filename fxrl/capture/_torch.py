@@ -301,17 +301,18 @@ def _traced() -> Any:
     return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
 
 
-def written_by_trace() -> dict[int, Any]:
-    """What traced code has written into Python objects that are older than the trace, by the
-    objects' ids, and what is in those that it made and that are reached from there; equal where the
-    same has been written. Python's random generator is one of them, which moves on with each
-    number that is drawn."""
+def written_by_trace(besides: Any = None) -> dict[int, Any]:
+    """What traced code has written into Python objects that are older than the trace (``besides``
+    one), by the objects' ids, and what is in those that it made and that are reached from there;
+    equal where the same has been written. Python's random generator is one of them, which moves on
+    with each number that is drawn."""
     output = _traced()
     effects, drawn = output.side_effects, output.random_calls
     older = {
         key: held
         for key, held in list(effects.id_to_variable.items())  # torch 2.11 adds some where asked
         if isinstance(held.mutation_type, _OLDER) and effects.is_modified(held)
+        if key != id(besides)
     }
     written: dict[int, Any] = {id(drawn): len(drawn)}
     written |= {key: _contents(effects, held) for key, held in older.items()}

@@ -22,6 +22,7 @@ _PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.devi
 _DIGITS = re.compile(r"\d+")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN_TENSORS = (Tensor, nn.Parameter)  # other classes compute with what attributes say
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name]
 
 
 class LayerContents:
@@ -32,8 +33,11 @@ class LayerContents:
         objects: what else is met, such as hooks and settings; the same ones in equal layers.
         numbers: attribute and value of each number in an integer or a text, which may count layers.
         tensors: parameters, buffers and other tensors, each once.
-        held: all modules, containers and objects with tensors by their ids; equal parts of equal
-            layers have one place.
+        held: all modules, containers, objects with tensors, and functions that other functions
+            made, by their ids; equal parts of equal layers have one place.
+        hooks: those of the layer itself. They run around its forward, so that each layer may have
+            its own.
+        hooked: whether a part of it has hooks.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -41,7 +45,9 @@ class LayerContents:
         self.objects: list[Any] = []
         self.tensors: list[Tensor] = []
         self.held: dict[int, int] = {}
-        self._watched: list[Any] = []  # containers, of dicts their values
+        self.hooks = [hook for name in _HOOKS for hook in vars(layer)[name].values()]
+        self.hooked = False
+        self._watched: list[Any] = []  # containers, of dicts their values, of functions theirs
         self._empty: list[Any] = []
         self._owners: list[Any] = []  # of attributes, whose class may become another
         self._kind = type(layer)
@@ -109,6 +115,8 @@ class LayerContents:
         if isinstance(value, partial):
             parts = (value.func, value.args, value.keywords)
             return "partial", *(self._fact(name, part) for part in parts)
+        if isinstance(value, types.FunctionType) and _is_made(value):
+            return self._made(value)
         self.objects.append(value)
         return "object", type(value)
 
@@ -136,10 +144,73 @@ class LayerContents:
         return type(value), *(self._fact(name, item) for item in value)
 
     def _attributes(self, value: Any) -> Iterator[Any]:
-        self.held[id(value.__dict__)] = len(self.held)
+        own = value.__dict__
+        self.held[id(own)] = len(self.held)
+        if isinstance(value, nn.Module):
+            yield from self._hooks_of(value, around=not self._owners)
+            own = {name: held for name, held in own.items() if name not in _HOOKS}
         self._watched.append(value.__dict__.values())
         self._owners.append(value)
-        return ((k, self._fact(k, v)) for k, v in value.__dict__.items())
+        yield from ((name, self._fact(name, held)) for name, held in own.items())
+
+    def _hooks_of(self, module: nn.Module, around: bool) -> Iterator[Any]:
+        """Hooks are kept by numbers that go on counting: what may be equal is their order."""
+        tables = [vars(module)[name] for name in _HOOKS]
+        order = {key: place for place, key in enumerate(dict.fromkeys(itertools.chain(*tables)))}
+        for name, table in zip(_HOOKS, tables, strict=True):
+            self._watched.append(table.values())
+            if not around:
+                yield from ((name, order[key], self._fact(name, v)) for key, v in table.items())
+        self.hooked |= bool(order) and not around
+
+    def _made(self, function: types.FunctionType) -> Any:
+        """A function that was made as another ran, such as a hook: each layer may have one of its
+        own, of one code."""
+        if id(function) in self.held:
+            return "again", self.held[id(function)]
+        self.held[id(function)] = len(self.held)
+        own = _Own(function)
+        self._watched.append(own)
+        self.objects.append(function.__globals__)
+        return function.__code__, *map(self._told, own)
+
+    def _told(self, value: Any) -> Any:
+        """What such a function holds. No number of it counts layers: no name says what it is."""
+        if isinstance(value, (int, str, *_PLAIN)):
+            return type(value), repr(value)
+        if isinstance(value, tuple):
+            return tuple(map(self._told, value))
+        if isinstance(value, types.FunctionType) and _is_made(value):
+            return self._made(value)
+        self.objects.append(value)
+        return "object", type(value)
+
+
+class _Own:
+    """What a function holds besides its code, as a container."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[Any]:
+        function = self._function
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        yield from map(_content, function.__closure__ or ())
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return cell
+
+
+def _is_made(function: types.FunctionType) -> bool:
+    return "<locals>" in function.__qualname__
 
 
 def _holds_tensors(value: Any) -> bool:

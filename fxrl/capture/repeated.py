@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 from fxrl.capture._torch import in_graph, looked_up_by, uncollected, written_by_trace
 from fxrl.capture.layer_contents import LayerContents
 from fxrl.capture.opaque import autocasts
+from fxrl.capture.recorded import recorded, recorder_of_outputs
 from fxrl.ir.graph import memory_like
 from fxrl.ir.remark import Refusal
 
@@ -69,7 +70,8 @@ class Layer:
         """
         mine, now = self.contents, its.contents
         like = mine.is_like(now) if self.module is its.module else mine.facts == now.facts
-        return like and (self.path, mine.numbers) == (its.path, now.numbers)
+        around = [*map(id, mine.hooks)] == [*map(id, now.hooks)]
+        return like and around and (self.path, mine.numbers) == (its.path, now.numbers)
 
     def become(self, its: Layer | None) -> None:
         """Stand for another module from here on; for none, so that what it held can go."""
@@ -136,9 +138,11 @@ class Layer:
         """
         index, kind = self.index, kind_of_cache()
         original: Any = self.module.forward
-        call = partial(_trace_again, self.token)
+        trace = partial(_trace_again, self.token)
         if self.first is self:
-            call = partial(_trace_first, self.token, _fed if self.trains else _as_given)
+            trace = partial(_trace_first, self.token, _fed if self.trains else _as_given)
+        recorder = recorder_of_outputs() if self.contents.hooked else None
+        call = partial(_trace_recorded, self.token, recorder, trace)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
@@ -150,14 +154,14 @@ class Layer:
                 cache.layers[index] = _UNKEPT
             filled = {name: _EMPTY if name in caches else kwargs[name] for name in kwargs}
             told = {name: True if name in caches else kwargs[name] for name in kwargs}
-            return call(original, args, filled, told)
+            return call(_as_given, original, args, filled, told)
 
-        def under_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        def under_checkpoint(inner: Any) -> Any:
             checkpoint = original.__self__._gradient_checkpointing_func
-            return checkpoint(partial(original, **kwargs), *args)
+            return lambda *args, **kwargs: checkpoint(partial(inner, **kwargs), *args)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            return call(under_checkpoint, args, kwargs, kwargs)
+            return call(under_checkpoint, original, args, kwargs, kwargs)
 
         def bind(another: Any) -> None:
             nonlocal original
@@ -233,6 +237,32 @@ def _is_empty(cache: Any, index: int) -> bool:
     return not layers[index].is_initialized
 
 
+def _trace_recorded(
+    token: int,
+    recorder: Any,
+    trace: Callable[..., Any],
+    wrap: Callable[[Any], Any],
+    original: Any,
+    args: Any,
+    kwargs: Any,
+    told: dict[str, Any],
+) -> Any:
+    def run(function: Any, names: tuple[str, ...]) -> Any:
+        also = {"recorded": names} if names else {}
+        found = trace(wrap(function), args, kwargs, {**told, **also})
+        if "hidden_states" in names and found[1 + names.index("hidden_states")]:
+            counts_hidden_states(token)
+        return found
+
+    return recorded(recorder, run, original)
+
+
+@in_graph
+def counts_hidden_states(token: int) -> Tensor:
+    """A part's hook has recorded hidden states, which goes by how many there are already."""
+    raise Refusal(f"{_LAYERS[token].path} records hidden states of its parts")
+
+
 def _trace_first(
     token: int, feed: Callable[[Any], Any], original: Any, args: Any, kwargs: Any, told: Any
 ) -> Any:
@@ -261,7 +291,7 @@ def _trace_again(token: int, original: Any, args: Any, kwargs: Any, told: Any) -
 def begins(token: int, args: Any, kwargs: Any) -> Tensor:
     """Here the calls of a first layer begin; the arguments are what they were given."""
     layer = _LAYERS[token]
-    layer.written, layer.modes, layer.begun = written_by_trace(), _modes(), len(_READ)
+    layer.written, layer.modes, layer.begun = _written(), _modes(), len(_READ)
     top = {id(value) for value in (*args, *kwargs.values())} if layer.trains else set()
     layer.fed = [
         leaf.requires_grad or (id(leaf) in top and _is_starved(leaf))
@@ -280,7 +310,7 @@ def feeds(value: Tensor) -> Tensor:
 def ends(token: int, begin: Tensor, result: Any) -> Any:
     """Here they end, with their result."""
     layer = _LAYERS[token]
-    if written_by_trace() != layer.written:
+    if _written() != layer.written:
         raise Refusal(f"{layer.path} writes into Python objects")
     if looked_up_by(layer.contents.held):
         raise Refusal(f"{layer.path}, or a part of it, is what something is looked up by")
@@ -300,7 +330,7 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
         raise Refusal(f"{layer.path} runs before {first.path}")
     if first.modes != _modes():
         raise Refusal(f"{layer.path} runs under other modes than {first.path}")
-    written = written_by_trace()
+    written = _written()
     if layer.contents.places(written) != first.contents.places(first.written):
         raise Refusal(f"the step writes into {layer.path} otherwise than into {first.path}")
     if _apart(written) != _apart(first.written):
@@ -315,6 +345,10 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
         return memory_like(value).requires_grad_(live and value.is_floating_point())
 
     return pytree.tree_map_only(Tensor, like, first.result)
+
+
+def _written() -> dict[int, Any]:
+    return written_by_trace(besides=recorder_of_outputs())
 
 
 def _apart(written: dict[int, Any]) -> dict[int, Any]:

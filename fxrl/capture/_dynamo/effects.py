@@ -20,6 +20,7 @@ import torch
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -35,6 +36,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import (
     DebuggingVariable,
@@ -51,12 +53,15 @@ from fxrl.capture._dynamo.later import Later
 from fxrl.capture._torch import functions_stay
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
+from fxrl.capture.recorded import checkpoint_recorded, recorder_of_outputs, with_own_lists
 from fxrl.capture.segments import in_segments
 
 _TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
 _tracing: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
 _is_constant_dict = ConstDictVariable.is_python_constant
 _end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
+_call_checkpoint = CheckpointHigherOrderVariable._call_function
+_check_effect = SideEffects.check_allowed_side_effect
 _print = DebuggingVariable.call_function
 _load = _TRANSLATOR._load_attr
 _wrap = VariableBuilder._wrap
@@ -231,7 +236,28 @@ def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return time.call_method(tx, "item", [], {})
 
 
+def _is_allowed(self: Any, item: Any) -> bool:
+    """What is checkpointed gives its hooks lists of its own, and takes them back."""
+    own = isinstance(item, UserDefinedObjectVariable) and item.value is recorder_of_outputs()
+    return own or bool(_check_effect(self, item))
+
+
+def _checkpointed(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What hooks record inside of a checkpoint leaves it with its result."""
+    effects = tx.output.side_effects
+    recorder = effects.id_to_variable.get(id(recorder_of_outputs()))
+    written = effects.store_attr_mutations.get(recorder, {})
+    lists, inside = written.get("global_var"), getattr(args[0].realize(), "func", None)
+    none = not isinstance(lists, ConstDictVariable) or not lists.items
+    if none or getattr(inside, "fn", None) is with_own_lists:
+        return _call_checkpoint(self, tx, args, kwargs)
+    made = VariableTracker.build(tx, checkpoint_recorded)
+    return made.call_function(tx, [recorder, *args], kwargs)
+
+
 REPLACED: list[tuple[Any, str, Any]] = [
+    (CheckpointHigherOrderVariable, "_call_function", _checkpointed),
+    (SideEffects, "check_allowed_side_effect", _is_allowed),
     (DebuggingVariable, "call_function", _print_later),
     (LoggingLoggerVariable, "call_method", _asked),
     (logging.getLogger, "_dynamo_marked_constant", True),

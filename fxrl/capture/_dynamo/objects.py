@@ -449,15 +449,16 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _call_module(self, tx, args, kwargs)
     around, checkpointed = _around_forward(self.value)
     inside = hasattr(self.value.forward, "checkpointed")
-    whole = around or not (inside if checkpointed else layer.first is not layer)
+    through = layer.first is layer or layer.contents.hooked
+    whole = around or not (inside if checkpointed else not through)
     if whole or _keeps_cache(kwargs, checkpointed):
         return _call_module(self, tx, args, kwargs)
     place = str(id(self.value)), self.get_nn_module_stack_source(), tx, self.value
     forward = AttrSource(self.source, "forward")
     with record_nn_module_stack(*place):
-        if layer.first is layer:
-            first = VariableBuilder(tx, AttrSource(forward, "checkpointed"))
-            return first(self.value.forward.checkpointed).call_function(tx, args, kwargs)
+        if through:
+            traced = VariableBuilder(tx, AttrSource(forward, "checkpointed"))
+            return traced(self.value.forward.checkpointed).call_function(tx, args, kwargs)
         install_guard(forward.make_guard(GuardBuilder.ID_MATCH))
         named = {ConstantVariable.create(name): value for name, value in kwargs.items()}
         token = ConstantVariable.create(layer.token)
