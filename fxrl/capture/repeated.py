@@ -209,6 +209,31 @@ class _EmptyCache:
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return keys, values
 
+    def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
+        return keys
+
+    def update_conv_state(
+        self, states: Tensor, *_: Any, conv_kernel_size: int, **__: Any
+    ) -> Tensor:
+        """What a convolution reads: at least as much as its kernel does, with nothing ahead."""
+        missing = conv_kernel_size - states.shape[-1]
+        return nn.functional.pad(states, (missing, 0)) if missing > 0 else states
+
+    def update_recurrent_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return states
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        return False
+
 
 class _Unkept:
     """What is left where a cache was not filled."""
@@ -218,7 +243,16 @@ class _Unkept:
 
 
 _EMPTY, _UNKEPT = _EmptyCache(), _Unkept()
-_DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")  # of transformers: they grow by what comes
+#: Of transformers: what grows by what comes, what holds a state, what holds nothing.
+_DYNAMIC = (
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DynamicIndexedLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
+_STATES = ("is_conv_states_initialized", "is_recurrent_states_initialized")
 
 
 def kind_of_cache() -> Any:
@@ -228,9 +262,15 @@ def kind_of_cache() -> Any:
 
 def _is_empty(cache: Any, index: int) -> bool:
     layers = getattr(cache, "layers", ())
-    if index >= len(layers) or type(layers[index]).__name__ not in _DYNAMIC:
+    if index >= len(layers):
         return False
-    return not layers[index].is_initialized
+    layer = layers[index]
+    if type(layer).__name__ == "DummyLayer":
+        return True
+    if type(layer).__name__ not in _DYNAMIC or getattr(layer, "record_past", False):
+        return False
+    filled = [flag for name in _STATES for flag in getattr(layer, name, {}).values()]
+    return not any(filled) and not getattr(layer, "is_initialized", False)
 
 
 def _trace_first(
