@@ -143,21 +143,26 @@ class Layer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            caches = {name: value for name, value in kwargs.items() if isinstance(value, kind)}
-            if not all(_is_empty(cache, index) for cache in caches.values()):
+            caches = [one for one in (*args, *kwargs.values()) if isinstance(one, kind)]
+            if not all([_is_empty(cache, index) for cache in caches]):
                 return original(*args, **kwargs)
-            for cache in caches.values():
+            for cache in caches:
                 cache.layers[index] = _UNKEPT
-            filled = {name: _EMPTY if name in caches else kwargs[name] for name in kwargs}
-            told = {name: True if name in caches else kwargs[name] for name in kwargs}
-            return call(original, args, filled, told)
+
+            def stand_in(empty: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                rest = [empty if isinstance(one, kind) else one for one in args]
+                named = {k: empty if isinstance(kwargs[k], kind) else kwargs[k] for k in kwargs}
+                return tuple(rest), named
+
+            filled, told = stand_in(_EMPTY), stand_in(True)
+            return call(original, filled, told)
 
         def under_checkpoint(*args: Any, **kwargs: Any) -> Any:
             checkpoint = original.__self__._gradient_checkpointing_func
             return checkpoint(partial(original, **kwargs), *args)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            return call(under_checkpoint, args, kwargs, kwargs)
+            return call(under_checkpoint, (args, kwargs), (args, kwargs))
 
         def bind(another: Any) -> None:
             nonlocal original
@@ -274,9 +279,10 @@ def _is_empty(cache: Any, index: int) -> bool:
 
 
 def _trace_first(
-    token: int, feed: Callable[[Any], Any], original: Any, args: Any, kwargs: Any, told: Any
+    token: int, feed: Callable[[Any], Any], original: Any, given: Any, told: Any
 ) -> Any:
-    begin = begins(token, args, told)
+    begin = begins(token, *told)
+    args, kwargs = given
     fed = {name: feed(value) for name, value in kwargs.items()}
     return ends(token, begin, original(*[feed(value) for value in args], **fed))
 
@@ -293,8 +299,8 @@ def _is_starved(value: Tensor) -> bool:
     return torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad
 
 
-def _trace_again(token: int, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
-    return again(token, args, told)
+def _trace_again(token: int, original: Any, given: Any, told: Any) -> Any:
+    return again(token, *told)
 
 
 @in_graph

@@ -1250,21 +1250,22 @@ def test_transformers_layers_of_two_kinds(use_cache, given):
     assert once(step) == "4 layers were captured as 2"
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_an_empty_cache_by_either_name(name):
+@pytest.mark.parametrize("name", ["past_key_values", "cache", None])
+def test_an_empty_cache_by_either_name_or_none(name):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(num_hidden_layers=4)
 
     class Caching(Layer):
-        def forward(self, x, **given):
-            keys, values = given[name].update(x[:, None], 2 * x[:, None], self.number)
+        def forward(self, x, *unnamed, **given):
+            cache = given[name] if name else unnamed[0]
+            keys, values = cache.update(x[:, None], 2 * x[:, None], self.number)
             return super().forward((keys * values)[:, 0])
 
     class Cached(Model):
         def body(self, x):
             cache = transformers.DynamicCache(config=config)
             for layer in self.layers:
-                x = layer(x, **{name: cache})
+                x = layer(x, **{name: cache}) if name else layer(x, cache)
             return x
 
     model = make(Caching, Cached)
