@@ -147,21 +147,26 @@ class Layer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            caches = {name: value for name, value in kwargs.items() if isinstance(value, kind)}
-            if not all(_is_empty(cache, index) for cache in caches.values()):
+            caches = [one for one in (*args, *kwargs.values()) if isinstance(one, kind)]
+            if not all([_is_empty(cache, index) for cache in caches]):
                 return original(*args, **kwargs)
-            for cache in caches.values():
+            for cache in caches:
                 cache.layers[index] = _UNKEPT
-            filled = {name: _EMPTY if name in caches else kwargs[name] for name in kwargs}
-            told = {name: True if name in caches else kwargs[name] for name in kwargs}
-            return call(_as_given, original, args, filled, told)
+
+            def stand_in(empty: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                rest = [empty if isinstance(one, kind) else one for one in args]
+                named = {k: empty if isinstance(kwargs[k], kind) else kwargs[k] for k in kwargs}
+                return tuple(rest), named
+
+            filled, told = stand_in(_EMPTY), stand_in(True)
+            return call(_as_given, original, filled, told)
 
         def under_checkpoint(inner: Any) -> Any:
             checkpoint = original.__self__._gradient_checkpointing_func
             return lambda *args, **kwargs: checkpoint(partial(inner, **kwargs), *args)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            return call(under_checkpoint, original, args, kwargs, kwargs)
+            return call(under_checkpoint, original, (args, kwargs), (args, kwargs))
 
         def bind(another: Any) -> None:
             nonlocal original
@@ -213,6 +218,31 @@ class _EmptyCache:
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return keys, values
 
+    def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
+        return keys
+
+    def update_conv_state(
+        self, states: Tensor, *_: Any, conv_kernel_size: int, **__: Any
+    ) -> Tensor:
+        """What a convolution reads: at least as much as its kernel does, with nothing ahead."""
+        missing = conv_kernel_size - states.shape[-1]
+        return nn.functional.pad(states, (missing, 0)) if missing > 0 else states
+
+    def update_recurrent_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return states
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        return False
+
 
 class _Unkept:
     """What is left where a cache was not filled."""
@@ -222,7 +252,16 @@ class _Unkept:
 
 
 _EMPTY, _UNKEPT = _EmptyCache(), _Unkept()
-_DYNAMIC = ("DynamicLayer", "DynamicSlidingWindowLayer")  # of transformers: they grow by what comes
+#: Of transformers: what grows by what comes, what holds a state, what holds nothing.
+_DYNAMIC = (
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DynamicIndexedLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
+_STATES = ("is_conv_states_initialized", "is_recurrent_states_initialized")
 
 
 def kind_of_cache() -> Any:
@@ -232,9 +271,15 @@ def kind_of_cache() -> Any:
 
 def _is_empty(cache: Any, index: int) -> bool:
     layers = getattr(cache, "layers", ())
-    if index >= len(layers) or type(layers[index]).__name__ not in _DYNAMIC:
+    if index >= len(layers):
         return False
-    return not layers[index].is_initialized
+    layer = layers[index]
+    if type(layer).__name__ == "DummyLayer":
+        return True
+    if type(layer).__name__ not in _DYNAMIC or getattr(layer, "record_past", False):
+        return False
+    filled = [flag for name in _STATES for flag in getattr(layer, name, {}).values()]
+    return not any(filled) and not getattr(layer, "is_initialized", False)
 
 
 def _trace_recorded(
@@ -243,13 +288,13 @@ def _trace_recorded(
     trace: Callable[..., Any],
     wrap: Callable[[Any], Any],
     original: Any,
-    args: Any,
-    kwargs: Any,
-    told: dict[str, Any],
+    given: Any,
+    told: Any,
 ) -> Any:
     def run(function: Any, names: tuple[str, ...]) -> Any:
+        args, kwargs = told
         also = {"recorded": names} if names else {}
-        found = trace(wrap(function), args, kwargs, {**told, **also})
+        found = trace(wrap(function), given, (args, {**kwargs, **also}))
         if "hidden_states" in names and found[1 + names.index("hidden_states")]:
             counts_hidden_states(token)
         return found
@@ -264,9 +309,10 @@ def counts_hidden_states(token: int) -> Tensor:
 
 
 def _trace_first(
-    token: int, feed: Callable[[Any], Any], original: Any, args: Any, kwargs: Any, told: Any
+    token: int, feed: Callable[[Any], Any], original: Any, given: Any, told: Any
 ) -> Any:
-    begin = begins(token, args, told)
+    begin = begins(token, *told)
+    args, kwargs = given
     fed = {name: feed(value) for name, value in kwargs.items()}
     return ends(token, begin, original(*[feed(value) for value in args], **fed))
 
@@ -283,8 +329,8 @@ def _is_starved(value: Tensor) -> bool:
     return torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad
 
 
-def _trace_again(token: int, original: Any, args: Any, kwargs: Any, told: Any) -> Any:
-    return again(token, args, told)
+def _trace_again(token: int, original: Any, given: Any, told: Any) -> Any:
+    return again(token, *told)
 
 
 @in_graph

@@ -150,6 +150,7 @@ class _Sharing:
         order = list(graph.nodes)
         inside = order[order.index(begin) + 1 : order.index(end)]
         results = [leaf for leaf in pytree.tree_leaves(end.args[2]) if isinstance(leaf, fx.Node)]
+        _copy_sizes(inside, begin, end)
         _check_closed(layer_of(token).path, inside, end)
         body, inputs = _cut(frame.gm, inside, results)
         if fed and any(map(_is_trained, results)) and not any(map(_is_trained, inputs)):
@@ -223,6 +224,21 @@ def _is_trained(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def _copy_sizes(inside: list[fx.Node], begin: fx.Node, end: fx.Node) -> None:
+    """Let code behind a layer read sizes that were computed in it from copies ahead of it: Dynamo
+    computes each size once, where the first tensor has it."""
+    within, copies = {*inside}, dict[fx.Node, fx.Node]()
+    for node in inside:
+        is_size = isinstance(example_of(node), torch.SymInt)
+        if is_size and all(n in copies or n not in within for n in node.all_input_nodes):
+            with begin.graph.inserting_before(begin):
+                copies[node] = begin.graph.node_copy(node, lambda n: copies.get(n, n))
+    for node, copy in reversed(copies.items()):
+        node.replace_all_uses_with(copy, lambda user: user not in within and user is not end)
+        if not copy.users:
+            copy.graph.erase_node(copy)
+
+
 def _check_closed(path: str, inside: list[fx.Node], end: fx.Node) -> None:
     known = {*inside, end}
     for node in inside:
@@ -271,9 +287,22 @@ def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> No
         example_of(leaf) for leaf in pytree.tree_leaves(made) if isinstance(leaf, fx.Node)
     )
     _stand_for(old, made)
-    if not any(n.target is _SDPA for m in modules_of(body.gm) for n in m.graph.nodes):
+    if not _is_a_layers(body):
         for node in inline(call, body.gm):  # it may hold what passes look for, such as a head
             rename_site(node, str(body.gm.meta["layer_path"]), module_path(call))
+
+
+def _is_a_layers(body: _Body) -> bool:
+    """Whether it gives back rows like those that it is given, or has attention inside."""
+    given, result = _first_tensor(body.arguments), _first_tensor(body.result)
+    if given is not None and result is not None and given.shape == result.shape:
+        return True
+    return any(n.target is _SDPA for m in modules_of(body.gm) for n in m.graph.nodes)
+
+
+def _first_tensor(values: Any) -> Tensor | None:
+    examples = (example_of(x) for x in pytree.tree_leaves(values) if isinstance(x, fx.Node))
+    return next((example for example in examples if isinstance(example, Tensor)), None)
 
 
 def _stand_for(old: fx.Node, value: Any) -> None:

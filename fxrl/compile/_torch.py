@@ -50,6 +50,12 @@ def donate_nothing() -> None:
 
 
 # ---------------------------------------------------------------------------- sizes that vary
+def known_to_trace(tensor: Tensor) -> bool:
+    """Whether the trace at hand has seen it and knows where each call finds it, or there is none."""
+    context = torch._guards.TracingContext.try_get()
+    return context is None or tensor in context.tensor_to_context
+
+
 def symbolic_mode() -> FakeTensorMode:
     """Fake tensors whose sizes may vary, in a shape environment of their own."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=False)

@@ -22,6 +22,7 @@ from fxrl.compile._torch import (
     aot_module_simplified,
     default_partition,
     donate_nothing,
+    known_to_trace,
     min_cut_rematerialization_partition,
     without_autocast,
 )
@@ -142,7 +143,16 @@ def compile_by_aot(
     """AOTAutograd over the graph, each half run op by op and kept in ``graphs`` by its name.
 
     No half writes into what was saved: a backward may run again (``retain_graph``).
+
+    NOTE [Why not every example]: of a tensor of an equal layer, which was not traced, AOTAutograd
+    would make one whose sizes are symbols, and Dynamo cannot guard what it has no way to.
     """
+    given = [
+        x
+        if not isinstance(x, Tensor) or known_to_trace(x)
+        else node.meta["val"].detach().requires_grad_(x.requires_grad)
+        for x, node in zip(examples, inputs_of(gm.graph), strict=True)
+    ]
 
     def keep(kind: str) -> Callable[..., Any]:
         def compiler(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -155,7 +165,7 @@ def compile_by_aot(
     with without_autocast():
         compiled: Callable[..., Any] = aot_module_simplified(
             gm,
-            list(examples),
+            given,
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
             inference_compiler=keep("inference"),

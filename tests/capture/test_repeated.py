@@ -1151,6 +1151,70 @@ def test_nothing_of_a_step_outlives_it():
     torch._dynamo.reset()  # which asks every backend that there was
 
 
+class Recurrent(Layer):
+    """Mixes tokens without attention; groups of features are counted by what is left."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.narrow = nn.Linear(HIDDEN, 4, bias=False)
+
+    def forward(self, x, bias=None, seen=None):
+        groups = self.narrow(self.norm(x)).view(*x.shape[:2], -1, 2).cumsum(1) / x.shape[1]
+        return x + groups.mean(2).repeat(1, 1, HIDDEN // 2)
+
+
+class RoundedGroups(Recurrent):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x + Straight.apply(x))
+
+
+@pytest.mark.parametrize("kind", [Recurrent, RoundedGroups], ids=["plain", "with a function"])
+def test_layers_without_attention(kind):
+    model = make(kind)
+    step = optimized(model)
+    for given in (batch(), batch(3, 11)):
+        check(step, model, given=given)
+    assert once(step) == "4 layers were captured as 1"
+    assert len(step.captures) == 1
+
+
+class Doubling(Layer):
+    """Tokens twice, as a mixture of experts has them."""
+
+    def forward(self, x, bias=None, seen=None):
+        rows = x.flatten(0, 1).repeat(2, 1)
+        places = torch.arange(rows.shape[0]).view(2, -1).sum(0) % 5
+        return super().forward(x + places.view(*x.shape[:2], 1) / 5 + rows.mean())
+
+
+class Tripling(Doubling):
+    def forward(self, x, bias=None, seen=None):
+        return super().forward(x).tanh()
+
+
+class InTurn(Model):
+    def __init__(self, kind):
+        super().__init__(kind)
+        for number in (1, 3):
+            self.layers[number] = Tripling(number)
+
+
+def test_layers_of_two_kinds_that_compute_the_same_sizes():
+    """Dynamo has each size once, where it is first computed: inside of another layer."""
+    model = make(Doubling, InTurn)
+
+    def loss(model, batch):
+        logp = model(batch["ids"][:, :-1]).log_softmax(-1)
+        return -(logp.gather(-1, batch["ids"][:, 1:, None])[..., 0] * batch["mask"]).mean()
+
+    step = optimized(model, loss)
+    for given in (batch(), batch(3, 11)):
+        mask = torch.rand(given["ids"][:, 1:].shape).double()
+        check(step, model, loss, given | {"mask": mask})
+    assert once(step) == "4 layers were captured as 2"
+    assert len(step.captures) == 1
+
+
 # ---------------------------------------------------------------------------- transformers' layers
 def qwen(*layer_types):
     transformers = pytest.importorskip("transformers")
@@ -1186,27 +1250,72 @@ def test_transformers_layers_of_two_kinds(use_cache, given):
     assert once(step) == "4 layers were captured as 2"
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_an_empty_cache_by_either_name(name):
+@pytest.mark.parametrize("name", ["past_key_values", "cache", None])
+def test_an_empty_cache_by_either_name_or_none(name):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(num_hidden_layers=4)
 
     class Caching(Layer):
-        def forward(self, x, **given):
-            keys, values = given[name].update(x[:, None], 2 * x[:, None], self.number)
+        def forward(self, x, *unnamed, **given):
+            cache = given[name] if name else unnamed[0]
+            keys, values = cache.update(x[:, None], 2 * x[:, None], self.number)
             return super().forward((keys * values)[:, 0])
 
     class Cached(Model):
         def body(self, x):
             cache = transformers.DynamicCache(config=config)
             for layer in self.layers:
-                x = layer(x, **{name: cache})
+                x = layer(x, **{name: cache}) if name else layer(x, cache)
             return x
 
     model = make(Caching, Cached)
     step = optimized(model)
     check(step, model)
     assert once(step) == "4 layers were captured as 1"
+
+
+@pytest.mark.parametrize("length", [2, 7], ids=["shorter than the kernel", "longer"])
+def test_a_cache_of_states(length):
+    """A layer with a convolution and a recurrence, one with both and attention, one with none."""
+    transformers = pytest.importorskip("transformers")
+    kinds = ["linear_attention", "hybrid", "moe"] * 2
+    config = transformers.Qwen3Config(num_hidden_layers=6)
+    config.layer_types = kinds
+
+    class Caching(Layer):
+        def __init__(self, number):
+            super().__init__(number)
+            self.kind = ["linear", "hybrid", "none"][number % 3]
+            self.taps = nn.Parameter(torch.rand(HIDDEN, 1, 4))
+
+        def forward(self, x, cache):
+            if self.kind == "hybrid":
+                keys, values = cache.update(x[:, None], 2 * x[:, None], self.number)
+                x = (keys * values)[:, 0].tanh()
+            if self.kind != "none":
+                assert cache.get_conv_state(self.number, state_idx=0) is None
+                rows = x.transpose(1, 2)
+                seen = cache.update_conv_state(rows, self.number, conv_kernel_size=4)
+                mixed = F.conv1d(F.pad(seen, (3, 0)), self.taps, groups=HIDDEN)
+                x = x + mixed[..., -x.shape[1] :].transpose(1, 2)
+                cache.update_recurrent_state(x.sum(1), self.number)
+            return super().forward(x)
+
+    class Cached(Model):
+        def __init__(self, kind):
+            super().__init__(kind, 6)
+
+        def body(self, x):
+            cache = transformers.DynamicCache(config=config)
+            for layer in self.layers:
+                x = layer(x, cache=cache)
+            return x
+
+    model = make(Caching, Cached)
+    step = optimized(model)
+    given = fixed(batch(length=length))
+    check(step, model, given=given)
+    assert once(step) == "6 layers were captured as 3"
 
 
 def test_a_cache_that_the_loss_reads():

@@ -451,7 +451,7 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     inside = hasattr(self.value.forward, "checkpointed")
     through = layer.first is layer or layer.contents.hooked
     whole = around or not (inside if checkpointed else not through)
-    if whole or _keeps_cache(kwargs, checkpointed):
+    if whole or _keeps_cache(args, kwargs, checkpointed):
         return _call_module(self, tx, args, kwargs)
     place = str(id(self.value)), self.get_nn_module_stack_source(), tx, self.value
     forward = AttrSource(self.source, "forward")
@@ -481,12 +481,13 @@ def _around_forward(layer: Any) -> tuple[bool, bool]:
     return getattr(layer, "_can_checkpoint_with_cache", False), checkpointed
 
 
-def _keeps_cache(kwargs: dict[str, Any], checkpointed: bool) -> bool:
+def _keeps_cache(args: Any, kwargs: dict[str, Any], checkpointed: bool) -> bool:
     """Whether a layer is given a cache; under a checkpoint, whether it is told to keep one, too."""
     values = {name: value.realize() for name, value in kwargs.items()}
     told = values.get("use_cache") if checkpointed else None
     asked = told is not None and (not told.is_python_constant() or told.as_python_constant())
-    objects = (one.value for one in values.values() if isinstance(one, UserDefinedObjectVariable))
+    given = (*(value.realize() for value in args), *values.values())
+    objects = (one.value for one in given if isinstance(one, UserDefinedObjectVariable))
     return asked or any(isinstance(value, kind_of_cache()) for value in objects)
 
 
