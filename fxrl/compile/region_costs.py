@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from operator import getitem
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.ir.bodies import clone
 from fxrl.ir.graph import is_call, is_tensor, is_view, memory_like, needs_grad, tensor_val
 from fxrl.ir.plan import CutLayer, Plan
-from fxrl.ir.region import Region, once_for_body
+from fxrl.ir.region import Cut, Region, once_for_body
 from fxrl.ir.remark import Refusal
 from fxrl.passes.group_heads import group_heads
 from fxrl.passes.tile_tokens import tile_widest
@@ -25,6 +25,8 @@ from fxrl.planner.eager_profile import CallCost
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.schedule import Measure
 from fxrl.planner.target import Target
+
+T = TypeVar("T")
 
 _EAGER_PASSES = 6  # over each value: written and read, forward and backward, and its gradient
 
@@ -57,8 +59,8 @@ def known_profiles(
 def as_chosen(regions: Sequence[Region], choice: CutLayer) -> list[Region] | None:
     """The regions that the passes will make of a layer's; None where it has nothing to tile, or no
     heads to group."""
-    made = [replace(off_meta(region), cut=choice.kept) for region in regions]
-    for count, rewrite in ((choice.tile_tokens, tile_widest), (choice.head_groups, _group_heads)):
+    made = [_with_cut(region, choice.kept) for region in regions]
+    for count, rewrite in ((choice.tile_tokens, _by_tiles), (choice.head_groups, _by_groups)):
         if count:
             found = [rewrite(region, count) for region in made]
             if not any(found):
@@ -67,7 +69,31 @@ def as_chosen(regions: Sequence[Region], choice: CutLayer) -> list[Region] | Non
     return made
 
 
-def _group_heads(region: Region, groups: int) -> Region | None:
+def _once(make: Callable[[Region, Any], T]) -> Callable[[Region, Any], T]:
+    """What is made of a region lives as long as it: a search for sizes asks for the same choices at
+    each of them, and a region knows its id."""
+
+    def kept(region: Region, argument: Any) -> T:
+        made: dict[Any, T] = vars(region).setdefault(make.__qualname__, {})
+        if argument not in made:
+            made[argument] = make(region, argument)
+        return made[argument]
+
+    return kept
+
+
+@_once
+def _with_cut(region: Region, cut: Cut) -> Region:
+    return replace(off_meta(region), cut=cut)
+
+
+@_once
+def _by_tiles(region: Region, tile: int) -> Region | None:
+    return tile_widest(region, tile)
+
+
+@_once
+def _by_groups(region: Region, groups: int) -> Region | None:
     try:
         return group_heads(region, groups)
     except Refusal:

@@ -69,7 +69,7 @@ def seconds(
 
 
 def _traffic(kernel: Kernel, target: Target, measure: Measure) -> float:
-    moved = sum(nbytes(node, measure) for node in (*kernel.makes, *kernel.reads))
+    moved = sum(width * measure(count) for count, width in kernel.moved)
     grouped = kernel.calls is not None and is_grouped_product(kernel.calls)
     return (_GROUPED_TRAFFIC if grouped else 1.0) * moved / target.bandwidth
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", 
 _MANY_READS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kernel:
     """One launch."""
 
@@ -65,6 +66,13 @@ class Kernel:
     # The values that it computes, each with the buffers and inputs that it takes.
     values: tuple[tuple[fx.Node, frozenset[fx.Node]], ...] = ()
     calls: fx.Node | None = None  # the op that it is, where it is no generated kernel
+
+    @cached_property
+    def moved(self) -> list[tuple[Volume, int]]:
+        """Of each tensor that it writes or reads the number of elements and their bytes; kept, as
+        a search for sizes asks for the bytes at each of them."""
+        values = (value for node in (*self.makes, *self.reads) for value in tensors(node))
+        return [(volume(value), value.element_size()) for value in values]
 
 
 def kernels(gm: fx.GraphModule) -> list[Kernel]:

@@ -63,8 +63,10 @@ def looks(mode, run):
         return found, {str(guard.expr) for guard in mode.shape_env.guards}
 
 
-UNARY = [aten.neg, aten.exp, aten.rsqrt, aten.sigmoid, aten.silu]
-BINARY = [aten.sub, aten.mul]
+UNARY = [aten.neg, aten.exp, aten.rsqrt, aten.sigmoid, aten.silu, aten.abs, aten.tanh]
+UNARY += [aten.bitwise_not]
+BINARY = [aten.sub, aten.mul, aten.minimum, aten.maximum]
+COMPARED = [aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge]
 
 
 def unary(given):
@@ -86,6 +88,42 @@ def binary(given):
     for op, y in ((aten.add, given["dense"]), (aten.div, given["row"])):
         yield lambda op=op, y=y: op.Tensor(given["dense"], y)
     yield lambda: aten.add.Tensor(given["dense"], given["dense"], alpha=2)
+
+
+def compared(given):
+    """Of whichever dtypes and layouts; truths are joined."""
+    for op, x in zip(itertools.cycle(COMPARED), given.values(), strict=False):
+        for number in (2, 0.5, True):
+            yield lambda op=op, x=x, number=number: op.Scalar(x, number)
+    names = ("dense", "each", "turned", "whole", "number", "truth")
+    ops = itertools.cycle((*COMPARED, aten.bitwise_and))  # no multiple of the names
+    for op, (x, y) in zip(ops, itertools.product(names, names), strict=False):
+        yield lambda op=op, x=given[x], y=given[y]: op.Tensor(x, y)
+    for op, x in itertools.product((aten.bitwise_and, aten.bitwise_or), ("truth", "whole")):
+        yield lambda op=op, x=given[x]: op.Tensor(given["truth"], x)
+
+
+def chosen(given):
+    """By a truth of each, of each row, or of what is not dense; both of one dtype or of two."""
+    truth = given["truth"]
+    wheres = [truth, truth[0, 0], truth[..., :1], truth.transpose(1, 2), given["whole"]]
+    names = ("dense", "row", "turned", "wide", "number")
+    for where, x, y in itertools.product(wheres, names, names):
+        yield lambda where=where, x=given[x], y=given[y]: aten.where.self(where, x, y)
+    yield lambda: aten.where.self(truth[0, 0], given["number"], given["row"])
+    yield lambda: aten.where.self(truth, given["row"], given["number"])
+    yield lambda: aten.where.self(truth, truth, truth)
+
+
+def clamped(given):
+    for x in given.values():
+        for least, most in ((1, None), (None, 0.2), (0, 2.5)):
+            yield lambda x=x, least=least, most=most: aten.clamp.default(x, least, most)
+    for x in (given["dense"], given["whole"]):
+        yield lambda x=x: aten.clamp.default(x, None, None)
+        yield lambda x=x: aten.clamp.default(x, 0, True)
+        yield lambda x=x: aten.clamp_min.default(x, 0.2)
+        yield lambda x=x: aten.clamp_max.default(x, 1)
 
 
 def converted(given):
@@ -110,9 +148,12 @@ def viewed(given):
         ):
             if x.numel() is not None:
                 yield lambda x=x, size=size: aten.view.default(x, size)
+                yield lambda x=x, size=size: aten._unsafe_view.default(x, size)
 
 
-@pytest.mark.parametrize("run", [unary, with_numbers, binary, converted, viewed])
+@pytest.mark.parametrize(
+    "run", [unary, with_numbers, binary, compared, chosen, clamped, converted, viewed]
+)
 def test_answers_are_pytorchs(run):
     expected, assumed = looks(plain(), run)
     with QUICK():
@@ -135,6 +176,8 @@ def test_what_it_knows_it_does_not_ask(monkeypatch):
         aten.view.default(dense, [dense.shape[0] * dense.shape[1], 8])
         aten.mul.Tensor(aten.add.Tensor(dense, dense), row)
         prims.convert_element_type.default(dense, torch.float32)
+        less = aten.bitwise_and.Tensor(aten.lt.Scalar(dense, 0.5), aten.gt.Tensor(dense, row))
+        aten.minimum.default(aten.clamp.default(dense, None, 1), aten.where.self(less, dense, row))
     assert set(asked) <= {aten.as_strided.default, torch.ops.prim.device.default}
 
 
