@@ -30,6 +30,8 @@ from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path, rename_site
 
 _SDPA = nn.functional.scaled_dot_product_attention
+#: Functions and methods by which a layer without that one mixes tokens.
+_MIXING = ("matmul", "bmm", "einsum", "conv1d", "cumsum", "flex_attention")
 
 
 class Lifted(NamedTuple):
@@ -293,11 +295,14 @@ def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> No
 
 
 def _is_a_layers(body: _Body) -> bool:
-    """Whether it gives back rows like those that it is given, or has attention inside."""
-    given, result = _first_tensor(body.arguments), _first_tensor(body.result)
-    if given is not None and result is not None and given.shape == result.shape:
+    """Whether it has attention inside, or gives back rows like those that it is given and mixes
+    tokens, which nothing does that is a part of a head."""
+    nodes = [node for module in modules_of(body.gm) for node in module.graph.nodes]
+    if any(node.target is _SDPA for node in nodes):
         return True
-    return any(n.target is _SDPA for m in modules_of(body.gm) for n in m.graph.nodes)
+    given, result = _first_tensor(body.arguments), _first_tensor(body.result)
+    alike = given is not None and result is not None and given.shape == result.shape
+    return alike and any(getattr(n.target, "__name__", n.target) in _MIXING for n in nodes)
 
 
 def _first_tensor(values: Any) -> Tensor | None:
