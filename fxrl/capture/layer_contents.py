@@ -87,6 +87,7 @@ class LayerContents:
         for held in kept:
             held.clear()
         self.held.clear()
+        self.hooks = [object() for _ in self.hooks]  # which no other layer has
 
     def is_like(self, other: LayerContents) -> bool:
         """Whether the facts are equal, and the objects the same."""
@@ -158,7 +159,10 @@ class LayerContents:
         tables = [vars(module)[name] for name in _HOOKS]
         order = {key: place for place, key in enumerate(dict.fromkeys(itertools.chain(*tables)))}
         for name, table in zip(_HOOKS, tables, strict=True):
-            self._watched.append(table.values())
+            if table:
+                self._watched.append(table.values())
+            else:
+                self._empty.append(table)
             if not around:
                 yield from ((name, order[key], self._fact(name, v)) for key, v in table.items())
         self.hooked |= bool(order) and not around

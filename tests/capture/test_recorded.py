@@ -110,6 +110,27 @@ def test_hooks_that_record_nothing_now():
     assert once(step) == "3 layers were captured as 1"
 
 
+def test_hidden_states_of_parts():
+    """The first one is recorded with what the part was given, which no other layer does."""
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    model, recorder = make(), capturing._active_collector
+    for layer in model.layers:
+        capturing.install_output_capuring_hook(layer.out, "hidden_states", 0)
+
+    def loss(model, batch):
+        found = {"hidden_states": []}
+        token = recorder.set(found)
+        nll = loss_fn(model, batch)
+        recorder.reset(token)
+        assert len(found["hidden_states"]) == 5
+        return nll + squares(found["hidden_states"])
+
+    step = optimized(model, loss)
+    check(step, model, loss)
+    (told,) = [r.reason for r in step.report.remarks if "one by one" in r.reason]
+    assert "records hidden states of its parts" in told
+
+
 # ---------------------------------------------------------------------------- hooks of users
 def scaled(by):
     def hook(module, args, output):
@@ -198,7 +219,7 @@ def test_what_a_hook_was_made_with_is_another_later():
     assert once(step) == "3 layers were captured as 1"
 
 
-def test_a_copy_with_other_hooks_around_its_layers():
+def test_copies_with_other_hooks_around_their_layers():
     model, reference = make(), [make()]
 
     def loss(model, batch):
@@ -206,9 +227,9 @@ def test_a_copy_with_other_hooks_around_its_layers():
         return (ours - theirs.detach()).square().mean()
 
     step = optimized(model, loss)
-    for by in (2, 3):
+    for by in (2, 3, None):
         reference[0] = make()
-        for layer in reference[0].layers:
+        for layer in reference[0].layers if by else ():
             layer.register_forward_hook(partial(_times, by=by))
         check(step, model, loss)
 
