@@ -147,14 +147,14 @@ class Layer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            caches = [one for one in (*args, *kwargs.values()) if isinstance(one, kind)]
+            caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
             if not all([_is_empty(cache, index) for cache in caches]):
                 return original(*args, **kwargs)
             for cache in caches:
                 cache.layers[index] = _UNKEPT
 
             def stand_in(empty: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-                rest = [empty if isinstance(one, kind) else one for one in args]
+                rest = [empty if isinstance(value, kind) else value for value in args]
                 named = {k: empty if isinstance(kwargs[k], kind) else kwargs[k] for k in kwargs}
                 return tuple(rest), named
 
