@@ -62,7 +62,7 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, Keep, Plan, Rewrite
-from fxrl.ir.region import InputSpec, Region, once_for_body, region_at, set_region
+from fxrl.ir.region import InputSpec, Region, once_for, region_at, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_of, names_module, site_name
 from fxrl.ops.fp8 import BLOCK, QuantizeWeight, Recipe, measured_seconds, scales_rows, why_no_fp8
@@ -440,7 +440,7 @@ def _swap_inside(call: fx.Node, product: str, weight: Sequence[fx.Node], gradien
     set_region(call, replace(region, forward=forward, inputs=tuple(specs)))
 
 
-@once_for_body
+@once_for
 def _swapped(
     forward: fx.GraphModule, product: str, gradient: str, _: Any, *, weight: Sequence[fx.Node]
 ) -> fx.GraphModule:

@@ -51,7 +51,7 @@ from fxrl.ir.region import (
     call_region,
     differentiated,
     mark_grads,
-    once_for_body,
+    once_for,
     set_region,
 )
 from fxrl.ir.remark import Refusal
@@ -98,7 +98,7 @@ def group_heads(region: Region, groups: int) -> Region:
     return replace(region, forward=_grouped(region.forward, region.trained, groups, cut))
 
 
-@once_for_body
+@once_for
 def _grouped(
     forward: fx.GraphModule, trained: tuple[bool, ...], groups: int, cut: Cut
 ) -> fx.GraphModule:

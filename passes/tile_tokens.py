@@ -23,7 +23,7 @@ from fxrl.ir.bodies import clone
 from fxrl.ir.graph import share_views
 from fxrl.ir.graph_pass import Applied, Miss, PassDoc, tidy
 from fxrl.ir.plan import CutLayer
-from fxrl.ir.region import Region, mark_grads, once_for_body, set_region
+from fxrl.ir.region import Region, mark_grads, once_for, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.passes.chunk_vocab_region import run_by_tiles
 from fxrl.passes.recompute import LayerPass, OutlinedLayer
@@ -60,7 +60,7 @@ def tile_widest(region: Region, tile: int) -> Region | None:
     return None if tiled is None else replace(region, forward=tiled)
 
 
-@once_for_body
+@once_for
 def _tiled(body: fx.GraphModule, trained: tuple[bool, ...], tile: int) -> fx.GraphModule | None:
     """A tiled copy of a region's graph."""
     gm, done = clone(body), False

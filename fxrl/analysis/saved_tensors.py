@@ -31,7 +31,7 @@ from fxrl.ir.graph import (
     needs_grad,
     reached,
 )
-from fxrl.ir.region import Cut, Region, mark_grads, once_for_body
+from fxrl.ir.region import Cut, Region, mark_grads, once_for
 
 #: What an op's derivative reads, as ``derivatives.yaml`` of PyTorch says: ``x: y, z`` is "the
 #: gradient of x is computed from y and z"; no clause, from the incoming gradient alone. Ops that
@@ -117,7 +117,7 @@ def kept_by(region: Region) -> Kept:
     return _kept(region.forward, region.trained, region.cut)
 
 
-@once_for_body
+@once_for
 def _kept(body: fx.GraphModule, trained: tuple[bool, ...], cut: Cut) -> Kept:
     graph = body.graph
     mark_grads(graph, trained)

@@ -109,15 +109,14 @@ class LayerContents:
         if type(value) in (int, str):  # 3, or "model.layers.3"
             self.numbers += [(name, int(digits)) for digits in _DIGITS.findall(str(value))]
             return type(value), _DIGITS.sub("#", str(value))
-        if isinstance(value, (Tensor, nn.Module, *_CONTAINERS)) or _holds_tensors(value):
+        part = isinstance(value, (Tensor, nn.Module, *_CONTAINERS)) or _is_made(value)
+        if part or _holds_tensors(value):
             return self._part(name, value)
         if isinstance(value, types.MethodType):
             return "method", value.__func__, self._fact(name, value.__self__)
         if isinstance(value, partial):
             parts = (value.func, value.args, value.keywords)
             return "partial", *(self._fact(name, part) for part in parts)
-        if isinstance(value, types.FunctionType) and _is_made(value):
-            return self._made(value)
         self.objects.append(value)
         return "object", type(value)
 
@@ -131,6 +130,11 @@ class LayerContents:
             self.tensors.append(value)
             own = () if type(value) in _PLAIN_TENSORS else self._attributes(value)
             return type(value), *_look(value), value.stride(), *own
+        if isinstance(value, types.FunctionType):
+            inside = _Own(value)
+            self._watched.append(inside)
+            self.objects.append(value.__globals__)
+            return value.__code__, *map(self._told, inside)
         if not isinstance(value, _CONTAINERS):
             return type(value), *self._attributes(value)
         if not value:
@@ -167,25 +171,14 @@ class LayerContents:
                 yield from ((name, order[key], self._fact(name, v)) for key, v in table.items())
         self.hooked |= bool(order) and not around
 
-    def _made(self, function: types.FunctionType) -> Any:
-        """A function that was made as another ran, such as a hook: each layer may have one of its
-        own, of one code."""
-        if id(function) in self.held:
-            return "again", self.held[id(function)]
-        self.held[id(function)] = len(self.held)
-        own = _Own(function)
-        self._watched.append(own)
-        self.objects.append(function.__globals__)
-        return function.__code__, *map(self._told, own)
-
     def _told(self, value: Any) -> Any:
-        """What such a function holds. No number of it counts layers: no name says what it is."""
+        """What a part that is a function holds. No number of it counts layers: it has no name."""
         if isinstance(value, (int, str, *_PLAIN)):
             return type(value), repr(value)
         if isinstance(value, tuple):
             return tuple(map(self._told, value))
-        if isinstance(value, types.FunctionType) and _is_made(value):
-            return self._made(value)
+        if _is_made(value):
+            return self._part("", value)
         self.objects.append(value)
         return "object", type(value)
 
@@ -213,8 +206,10 @@ def _content(cell: types.CellType) -> Any:
         return cell
 
 
-def _is_made(function: types.FunctionType) -> bool:
-    return "<locals>" in function.__qualname__
+def _is_made(value: Any) -> bool:
+    """Whether it is a function that was made as another ran, such as a hook: each layer may have
+    one of its own, of one code."""
+    return isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -96,10 +96,10 @@ def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
     if func is prims.convert_element_type.default and _is_dense(args[0]):
         return _dense_like(*args)
     unbounded = func is aten.clamp.default and len(args) == 1  # which is an error
-    if func in _DTYPES and not kwargs and not unbounded and (tensors := _alike(args)):
-        dtype = _DTYPES[func](tensors)
-        if dtype is not None:
-            return _dense_like(max(tensors, key=torch.Tensor.dim), dtype)
+    if func in _DTYPES and not kwargs and not unbounded and (alike := _alike(args)) is not None:
+        tensors, most = alike
+        if (dtype := _DTYPES[func](tensors)) is not None:
+            return _dense_like(most, dtype)
     return _ask(self, func, types, args, kwargs)
 
 
@@ -108,14 +108,14 @@ def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
 REPLACED: list[tuple[Any, str, Any]] = [(FakeTensorMode, "dispatch", _dispatch)]
 
 
-def _alike(args: Sequence[Any]) -> list[FakeTensor] | None:
-    """An elementwise op's tensors, if all are dense and one has the result's size."""
+def _alike(args: Sequence[Any]) -> tuple[list[FakeTensor], FakeTensor] | None:
+    """An elementwise op's tensors, if all are dense, and the one that has the result's size."""
     tensors = [arg for arg in args if type(arg) not in (int, float, NoneType)]
     if not all(map(_is_dense, tensors)):
         return None
     most: FakeTensor = max(tensors, key=torch.Tensor.dim)
     alike = all(x.device == most.device and _broadcasts(x.shape, most.shape) for x in tensors)
-    return tensors if alike else None
+    return (tensors, most) if alike else None
 
 
 def _broadcasts(shape: Sequence[Size], to: Sequence[Size]) -> bool:

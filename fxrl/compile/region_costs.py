@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from operator import getitem
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.ir.bodies import clone
 from fxrl.ir.graph import is_call, is_tensor, is_view, memory_like, needs_grad, tensor_val
 from fxrl.ir.plan import CutLayer, Plan
-from fxrl.ir.region import Cut, Region, once_for_body
+from fxrl.ir.region import Cut, Region, once_for
 from fxrl.ir.remark import Refusal
 from fxrl.passes.group_heads import group_heads
 from fxrl.passes.tile_tokens import tile_widest
@@ -25,8 +25,6 @@ from fxrl.planner.eager_profile import CallCost
 from fxrl.planner.memory_profile import nbytes
 from fxrl.planner.schedule import Measure
 from fxrl.planner.target import Target
-
-T = TypeVar("T")
 
 _EAGER_PASSES = 6  # over each value: written and read, forward and backward, and its gradient
 
@@ -69,30 +67,19 @@ def as_chosen(regions: Sequence[Region], choice: CutLayer) -> list[Region] | Non
     return made
 
 
-def _once(make: Callable[[Region, Any], T]) -> Callable[[Region, Any], T]:
-    """What is made of a region lives as long as it: a search for sizes asks for the same choices at
-    each of them, and a region knows its id."""
-
-    def kept(region: Region, argument: Any) -> T:
-        made: dict[Any, T] = vars(region).setdefault(make.__qualname__, {})
-        if argument not in made:
-            made[argument] = make(region, argument)
-        return made[argument]
-
-    return kept
-
-
-@_once
+# Kept with the region: a search for sizes asks for the same choices at each of them, and a region
+# knows its id.
+@once_for
 def _with_cut(region: Region, cut: Cut) -> Region:
     return replace(off_meta(region), cut=cut)
 
 
-@_once
+@once_for
 def _by_tiles(region: Region, tile: int) -> Region | None:
     return tile_widest(region, tile)
 
 
-@_once
+@once_for
 def _by_groups(region: Region, groups: int) -> Region | None:
     try:
         return group_heads(region, groups)
@@ -112,7 +99,7 @@ def off_meta(region: Region) -> Region:
     return replace(region, forward=_moved(region.forward), inputs=specs)
 
 
-@once_for_body
+@once_for
 def _moved(body: fx.GraphModule) -> fx.GraphModule:
     moved = clone(body)
     for node in moved.graph.nodes:

@@ -35,19 +35,19 @@ Cut = Literal["inputs", "attention", "fewest", "products", "vectors"]
 T = TypeVar("T")
 
 
-def once_for_body(make: Callable[..., T]) -> Callable[..., T]:
-    """What ``make`` makes of a body, or why it refuses, is kept for as long as the body lives, by
-    its other arguments, the named ones apart: the layers of a model share one."""
-    known: WeakKeyDictionary[fx.GraphModule, dict[Any, T | Refusal]] = WeakKeyDictionary()
+def once_for(make: Callable[..., T]) -> Callable[..., T]:
+    """What ``make`` makes of a body or a region, or why it refuses, is kept for as long as that
+    lives, by its other arguments, the named ones apart: the layers of a model share one body."""
+    known: WeakKeyDictionary[Any, dict[Any, T | Refusal]] = WeakKeyDictionary()
 
-    def kept(body: fx.GraphModule, *args: Any, **like: Any) -> T:
-        of_body = known.setdefault(body, {})
-        if args not in of_body:
+    def kept(source: Any, *args: Any, **like: Any) -> T:
+        of_source = known.setdefault(source, {})
+        if args not in of_source:
             try:
-                of_body[args] = make(body, *args, **like)
+                of_source[args] = make(source, *args, **like)
             except Refusal as refusal:
-                of_body[args] = refusal.with_traceback(None)  # which would hold the body
-        if isinstance(made := of_body[args], Refusal):
+                of_source[args] = refusal.with_traceback(None)  # which would hold the source
+        if isinstance(made := of_source[args], Refusal):
             raise Refusal(made.reason, made.cure, made.at)
         return made
 
@@ -126,7 +126,7 @@ class Region:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@once_for_body
+@once_for
 def body_text(body: fx.GraphModule) -> str:
     """``print_graph`` of a body."""
     return print_graph(body)
