@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from fxrl.ir.graph import (
     HigherOrderOperator,
     OpOverload,
     ancestors,
+    as_node,
     draws_random,
     held,
     is_call,
@@ -74,9 +75,18 @@ def illegal(node: fx.Node) -> str | None:
         return f"({node.target}) draws random numbers, which a recompute would draw again"
     if torch.Tag.data_dependent_output in node.target.tags:
         return f"({node.target}) gives a number to the host"
-    if torch.Tag.dynamic_output_shape in node.target.tags:
+    if torch.Tag.dynamic_output_shape in node.target.tags and not _takes_rows(node):
         return f"({node.target}) gives a tensor whose size depends on data"
     return None
+
+
+def _takes_rows(node: fx.Node) -> bool:
+    """Whether a call indexes by numbers alone, so that sizes say how much it gives: ``x[order]``,
+    and not ``x[x > 0]``."""
+    if not is_call(node, aten.index.Tensor):
+        return False
+    vals = [tensor_val(as_node(at)) for at in cast(list[Any], node.args[1]) if at is not None]
+    return all(val is not None and val.dtype in (torch.int64, torch.int32) for val in vals)
 
 
 def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:

@@ -41,6 +41,8 @@ from torch._dynamo.variables.lists import BaseListVariable
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND
 from torch._prims_common.wrappers import elementwise_type_promotion_wrapper as type_promotion
 from torch._higher_order_ops.effects import has_effects as has_effects  # ops that print, or raise by what a tensor holds
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException  # a fake tensor is asked what it holds
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException  # or for as much as it holds
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the values of Dynamo's graphs
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # under which tensors are made that have no storage
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted
@@ -49,6 +51,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode as Function
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, over the fake values as they are
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
 from fxrl.ir.graph import fake_mode_of, memory_like
@@ -224,6 +227,11 @@ def without_functionalize_key() -> Any:
     """A context without C++'s functionalisation, in whose place the Python one stands."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
     return torch._C._ExcludeDispatchKeyGuard(key)
+
+
+def without_dispatch_modes() -> Any:
+    """A context in which ops run as they do outside of a trace, and no mode sees them."""
+    return _python_dispatch._disable_current_modes()
 
 
 def without_function_modes() -> Any:

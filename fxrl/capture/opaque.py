@@ -20,11 +20,15 @@ from torch.utils import _pytree as pytree
 from fxrl.capture._torch import (
     SET_GRAD,
     TRAMPOLINES,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
     TorchDispatchMode,
     library_op,
     saved_tensors_hooks,
+    without_dispatch_modes,
 )
-from fxrl.ir.graph import HigherOrderOperator, example_of, inputs_of, is_view, memory_like
+from fxrl.ir.graph import HigherOrderOperator, example_of, hint, inputs_of, is_view, memory_like
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 _T: Any = torch.Tensor
@@ -126,15 +130,44 @@ class ToldAutograd(TorchFunctionMode):
 
 
 class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which ops of libraries autograd would record; None for any other op."""
+    """Notes which ops of libraries autograd would record; None for any other op, where it is of
+    tensors: a fake kernel asks for devices and sizes, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(library_op(func))
+        if func.namespace != "prim":
+            self.ops.append(library_op(func))
         return func(*args, **(kwargs or {}))
+
+
+def gradient_reads_data(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the gradient of a library's op asks what tensors hold, and so cannot be traced.
+
+    As ``offsets.tolist()`` does in the backward that ``torch.library.register_autograd`` is given.
+    It is run for tensors of these sizes that hold nothing.
+    """
+
+    def empty(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return hint(leaf) if isinstance(leaf, torch.SymInt) else leaf
+        sizes = [hint(size) for size in leaf.shape]
+        grad = leaf.is_floating_point()
+        return torch.empty(sizes, dtype=leaf.dtype, device=leaf.device, requires_grad=grad)
+
+    with without_dispatch_modes(), FakeTensorMode(), torch.enable_grad():
+        args, kwargs = pytree.tree_map(empty, (args, kwargs))
+        try:
+            made = pytree.tree_leaves(op(*args, **kwargs))
+            found = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
+            torch.autograd.backward(found, [*map(torch.ones_like, found)])
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return True
+        except Exception:  # whatever it lacks, the body that holds it says
+            return False
+    return False
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:

@@ -37,7 +37,14 @@ from fxrl.capture._torch import (
     without_function_modes,
     without_functionalize_key,
 )
-from fxrl.capture.opaque import OpaqueCalls, Recorded, ToldAutograd, is_opaque, is_unseen
+from fxrl.capture.opaque import (
+    OpaqueCalls,
+    Recorded,
+    ToldAutograd,
+    gradient_reads_data,
+    is_opaque,
+    is_unseen,
+)
 from fxrl.capture.writes import DATA_GIVEN, Functional, storage_of, unwrap
 from fxrl.ir.graph import as_node, example_of, fake_mode_of, inputs_of, is_call, wrapper_of, writes
 from fxrl.ir.remark import Refusal
@@ -249,7 +256,8 @@ class _Lowering(fx.Interpreter):
                 return super().run_node(n)
         if n.op != "call_function" or (op is None and not is_unseen(n)):
             return super().run_node(n)
-        leaves = pytree.tree_leaves(self.fetch_args_kwargs_from_env(n))
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        leaves = pytree.tree_leaves((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in given]
         recording = torch.set_grad_enabled(self._mode.recording)
@@ -257,7 +265,11 @@ class _Lowering(fx.Interpreter):
             result = super().run_node(n)
         # An op's own kernel for autograd runs again with the graph; what other ops one is made of,
         # and whether it asks autograd for something, is not seen from here.
-        if inside.ops == [op] if op is not None else not told.met:
+        if op is None:
+            opened = not told.met
+        else:
+            opened = inside.ops == [op] and not gradient_reads_data(n.target, args, kwargs)
+        if opened:
             return result
         if [tensor._version for tensor in given] != versions:
             name = getattr(n.target, "__name__", n.target)

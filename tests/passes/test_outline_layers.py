@@ -159,6 +159,35 @@ applied: outline-layers @ 0:blocks.1-3: blocks.1, blocks.3 in 2 calls of 1 compi
     )
 
 
+class Routed(nn.Module):
+    """A layer that takes its tokens in an order of their own, as a mixture of experts does, or
+    those alone that a mask leaves."""
+
+    def __init__(self, picked):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
+        self.picked = picked
+
+    def forward(self, x):
+        tokens = F.silu(self.gate(x)).flatten(0, 1)
+        picked = self.picked(tokens.detach().sum(-1))
+        return x + self.down(torch.tanh(self.up(tokens[picked]))).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("picked", "made"),
+    [
+        (torch.argsort, ["2 calls of 1 compiled body"]),
+        (lambda scores: scores.topk(3).indices.int(), ["2 calls of 1 compiled body"]),
+        (lambda scores: scores > 0, 2 * ["2 calls of 2 compiled bodies"]),
+    ],
+)
+def test_rows_that_are_picked(picked, made):
+    """By numbers inside of a body; by a mask between two, for data says how many there are."""
+    gm = graph_of(Stack([Routed(picked), Routed(picked)]).double())
+    assert [r.reason.partition(" in ")[2] for r in OutlineLayers().run(gm).remarks] == made
+
+
 # ---------------------------------------------------------------------------- what it leaves
 class ManyPieces(nn.Module):
     """A layer that draws again and again: parts too small to pay."""
