@@ -49,7 +49,7 @@ Measure = Callable[[Any], int]
 #: Ops of ATen that Inductor calls as they are. Ops of other libraries are called likewise.
 _CALLED = (
     "scaled_dot_product", "grouped_mm", "sort", "topk", "convolution", "dense_backward", "cdist",
-    "_fft", "histc",
+    "_fft", "histc", "_index_put_impl",
 )  # fmt: skip
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", "all", "argmax")
 #: A value with several readers that itself reads more than this is computed once and kept.
