@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+import sys
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +23,8 @@ _PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.devi
 _DIGITS = re.compile(r"\d+")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN_TENSORS = (Tensor, nn.Parameter)  # other classes compute with what attributes say
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name]
+_TABLES = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name]
+_HOOKS = [name for name in _TABLES if "state_dict" not in name]  # which no forward calls
 
 
 class LayerContents:
@@ -33,8 +35,9 @@ class LayerContents:
         objects: what else is met, such as hooks and settings; the same ones in equal layers.
         numbers: attribute and value of each number in an integer or a text, which may count layers.
         tensors: parameters, buffers and other tensors, each once.
-        held: all modules, containers, objects with tensors, and functions that other functions
-            made, by their ids; equal parts of equal layers have one place.
+        held: all modules, containers, objects with tensors or with nothing, functions that other
+            functions made, and classes made for one module, by their ids; equal parts of equal
+            layers have one place.
         hooks: those of the layer itself. They run around its forward, so that each layer may have
             its own.
         hooked: whether a part of it has hooks.
@@ -110,7 +113,7 @@ class LayerContents:
             self.numbers += [(name, int(digits)) for digits in _DIGITS.findall(str(value))]
             return type(value), _DIGITS.sub("#", str(value))
         part = isinstance(value, (Tensor, nn.Module, *_CONTAINERS)) or _is_made(value)
-        if part or _holds_tensors(value):
+        if part or _is_own(value):
             return self._part(name, value)
         if isinstance(value, types.MethodType):
             return "method", value.__func__, self._fact(name, value.__self__)
@@ -130,13 +133,16 @@ class LayerContents:
             self.tensors.append(value)
             own = () if type(value) in _PLAIN_TENSORS else self._attributes(value)
             return type(value), *_look(value), value.stride(), *own
+        if isinstance(value, type):
+            self._watched.append(vars(value).values())
+            return value.__name__, value.__bases__, *map(self._of_class, vars(value).items())
         if isinstance(value, types.FunctionType):
             inside = _Own(value)
             self._watched.append(inside)
             self.objects.append(value.__globals__)
             return value.__code__, *map(self._told, inside)
         if not isinstance(value, _CONTAINERS):
-            return type(value), *self._attributes(value)
+            return self._class_of(value), *self._attributes(value)
         if not value:
             self._empty.append(value)
             return type(value), place
@@ -148,12 +154,23 @@ class LayerContents:
             self._watched.append(value)
         return type(value), *(self._fact(name, item) for item in value)
 
+    def _class_of(self, value: Any) -> Any:
+        """Its class; one that was made for it alone, as ``parametrize`` makes one, is a part."""
+        kind = type(value)
+        return self._part("", kind) if _is_made_at_run_time(kind) else kind
+
+    def _of_class(self, item: tuple[str, Any]) -> Any:
+        name, value = item
+        if isinstance(value, property):
+            return name, *map(self._told, (value.fget, value.fset, value.fdel))
+        return name, self._told(value)
+
     def _attributes(self, value: Any) -> Iterator[Any]:
         own = value.__dict__
         self.held[id(own)] = len(self.held)
         if isinstance(value, nn.Module):
             yield from self._hooks_of(value, around=not self._owners)
-            own = {name: held for name, held in own.items() if name not in _HOOKS}
+            own = {name: held for name, held in own.items() if name not in _TABLES}
         self._watched.append(value.__dict__.values())
         self._owners.append(value)
         yield from ((name, self._fact(name, held)) for name, held in own.items())
@@ -177,7 +194,7 @@ class LayerContents:
             return type(value), repr(value)
         if isinstance(value, tuple):
             return tuple(map(self._told, value))
-        if _is_made(value):
+        if _is_made(value) or (isinstance(value, nn.Module) and id(value) in self.held):
             return self._part("", value)
         self.objects.append(value)
         return "object", type(value)
@@ -212,18 +229,28 @@ def _is_made(value: Any) -> bool:
     return isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__
 
 
-def _holds_tensors(value: Any) -> bool:
+def _is_made_at_run_time(kind: type) -> bool:
+    """Whether no module has the class by its name."""
+    name = kind.__qualname__
+    return "." not in name and name not in vars(sys.modules.get(kind.__module__, kind))
+
+
+def _is_own(value: Any) -> bool:
     """Whether it is attributes and nothing else, with tensors among them, as what bitsandbytes
-    keeps of a weight's scales is: a part of a layer, of which each has one of its own. What has a
-    lock or a stream among them runs by itself, and its attributes change as it does."""
+    keeps of a weight's scales is, or none at all, as what PEFT keeps of DoRA: a part of a layer, of
+    which each has one of its own. What has a lock or a stream among them runs by itself, and its
+    attributes change as it does."""
     kind: Any = type(value)
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     if kind.__new__ is not object.__new__ or slots or not hasattr(value, "__dict__"):
         return False
     held = value.__dict__.values()
-    return any(isinstance(one, Tensor) for one in held) and all(
-        isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
-        for one in held
+    return not held or (
+        any(isinstance(one, Tensor) for one in held)
+        and all(
+            isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
+            for one in held
+        )
     )
 
 

@@ -36,7 +36,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import in_graph, looked_up_by, uncollected, written_by_trace
+from fxrl.capture._torch import (
+    OptimizedModule,
+    in_graph,
+    looked_up_by,
+    uncollected,
+    written_by_trace,
+)
 from fxrl.capture.layer_contents import LayerContents
 from fxrl.capture.opaque import autocasts
 from fxrl.capture.recorded import recorded, recorder_of_outputs
@@ -578,8 +584,13 @@ def _counted(module: nn.Module) -> list[dict[str, nn.Module]]:
     by_stem: dict[str, dict[str, nn.Module]] = {}
     for name, child in module._modules.items():
         if child is not None and (match := _COUNTED.fullmatch(name)) is not None:
-            by_stem.setdefault(match[1], {})[name] = child
+            by_stem.setdefault(match[1], {})[name] = _compiled(child)
     return list(by_stem.values())
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given, which is what a trace calls."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
 def _groups(
