@@ -214,9 +214,7 @@ class CapturedLoss:
         branches = self._branches[way]
         key = global_hooks(), way, generation, branches.variant
         if new := key not in self.compiled:
-            fresh = _fresh(self._model, self._loss_fn)
-            self.compiled[key] = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
-            weakref.finalize(self, reset_code, fresh.__code__).atexit = False
+            self.compiled[key] = self._compile(once)
         captures, skipped = self._backend.captures, _skipped()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
@@ -257,6 +255,14 @@ class CapturedLoss:
         elif _skipped() > skipped and not any(one.report.remarks for one in captures[before:]):
             self._note_skipped()
         return result
+
+    def _compile(self, once: bool) -> Callable[[Any], Any]:
+        for reason in self._repeated.apart:
+            self._note(RemarkKind.ANALYSIS, "", reason)
+        fresh = _fresh(self._model, self._loss_fn)
+        compiled = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
+        weakref.finalize(self, reset_code, fresh.__code__).atexit = False
+        return compiled
 
     def _note_branches(self, branches: Branches, ended: Container[str]) -> None:
         """The branches that were met and followed; where a graph ends by now its break tells."""

@@ -106,6 +106,16 @@ class LayerContents:
         pairs = zip(self.numbers, other.numbers, strict=True)
         return {mine[0] for mine, its in pairs if mine != its}
 
+    def difference(self, other: LayerContents) -> str:
+        """Where the facts of an unequal layer differ first, as names tell; else what does."""
+        if self.facts != other.facts:
+            return _difference(self.facts, other.facts)
+        mine, its = [*map(id, self.objects)], [*map(id, other.objects)]
+        apart = (one for one, a, b in zip(self.objects, mine, its, strict=True) if a != b)
+        if (one := next(apart, None)) is not None:
+            return f"a {type(one).__name__} of its own"
+        return ", ".join(sorted(self.counters(other)))
+
     def _fact(self, name: str, value: Any) -> Any:
         if isinstance(value, _PLAIN):
             return repr(value)
@@ -198,6 +208,28 @@ class LayerContents:
             return self._part("", value)
         self.objects.append(value)
         return "object", type(value)
+
+
+def _difference(mine: Any, its: Any) -> str:
+    if not isinstance(mine, tuple) or not isinstance(its, tuple):
+        return ""
+    for place, (one, other) in enumerate(zip(mine, its, strict=False)):
+        if one != other:
+            inside = _difference(one, other)
+            return ".".join(filter(None, (_name(one, other, place - 1), inside)))
+    return ""
+
+
+def _name(one: Any, other: Any, place: int) -> str:
+    """Of an attribute or an item of a dict, of which ``nn.Module`` keeps most of its own in some;
+    what is counted has no number in the facts, but a place."""
+    pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
+    if not pair or one[0] != other[0]:
+        return ""
+    key = one[0][1] if isinstance(one[0], tuple) and len(one[0]) == 2 else one[0]
+    if not isinstance(key, str) or key in ("_modules", "_parameters", "_buffers"):
+        return ""
+    return str(place) if key == "#" else key
 
 
 class _Own:

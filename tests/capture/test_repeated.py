@@ -279,6 +279,17 @@ def test_kinds_of_layers(make_model, said):
     assert step.captures[0].running
 
 
+def test_what_layers_differ_in_is_said():
+    model = make()
+    for number, layer in enumerate(model.layers):
+        layer.out[1] = nn.Dropout(number / 8)
+    step = optimized(model)
+    step(ONE)
+    (said,) = [r.reason for r in step.report.remarks if "takes longer" in r.reason]
+    assert said.startswith("layers.1 and 2 more are captured alone")
+    assert said.endswith("layers.1 differs from layers.0 in out.1.p")
+
+
 class Nested(Model):
     """Stages of layers: a list in a list."""
 
