@@ -29,6 +29,7 @@ from torch._decomp import get_decompositions as get_decompositions  # losses ope
 from torch._decomp import decomposition_table  # what ops of sizes that vary are computed by
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # composite ops over symbols
 from torch._dynamo.callback import callback_handler  # called when a compilation begins and ends
+from torch._dynamo import OptimizedModule as OptimizedModule  # what torch.compile makes of a module
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
@@ -320,7 +321,7 @@ def written_by_trace(besides: Any = None) -> dict[int, Any]:
         key: held
         for key, held in list(effects.id_to_variable.items())  # torch 2.11 adds some where asked
         if isinstance(held.mutation_type, _OLDER) and effects.is_modified(held)
-        if key != id(besides)
+        if key != id(besides) and not _is_still_empty(held)
     }
     written: dict[int, Any] = {id(drawn): len(drawn)}
     written |= {key: _contents(effects, held) for key, held in older.items()}
@@ -340,6 +341,11 @@ def written_by_trace(besides: Any = None) -> dict[int, Any]:
 
 
 _OLDER = (ValueMutationExisting, AttributeMutationExisting)
+
+
+def _is_still_empty(held: Any) -> bool:
+    """Whether it is a dict that was empty and is, such as a cache that a training step clears."""
+    return type(held) is ConstDictVariable and not held.items and not held.original_items
 
 
 def _contents(effects: Any, held: Any) -> Any:

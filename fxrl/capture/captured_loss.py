@@ -56,7 +56,7 @@ from fxrl.errors import FxrlError
 from fxrl.ir.capture_record import plan_of
 from fxrl.ir.on_miss import illegal_misses, open_misses
 from fxrl.ir.plan import TileHead
-from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.source import source_of_trace
 
 _SETTINGS: dict[str, Any] = {
@@ -139,7 +139,7 @@ class CapturedLoss:
         self._varies = mark_batch(batch)
         with _ONE_AT_A_TIME, self._takeover.active():
             result = self._first_that_works(batch)
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+        if not any(map(_holds_a_tensor, pytree.tree_leaves(result))):
             raise FxrlError(
                 f"the loss function returned {result!r}, which holds no tensor; "
                 'return the loss, or (loss, {"name": tensor})'
@@ -214,9 +214,7 @@ class CapturedLoss:
         branches = self._branches[way]
         key = global_hooks(), way, generation, branches.variant
         if new := key not in self.compiled:
-            fresh = _fresh(self._model, self._loss_fn)
-            self.compiled[key] = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
-            weakref.finalize(self, reset_code, fresh.__code__).atexit = False
+            self.compiled[key] = self._compile(once)
         captures, skipped = self._backend.captures, _skipped()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
@@ -257,6 +255,14 @@ class CapturedLoss:
         elif _skipped() > skipped and not any(one.report.remarks for one in captures[before:]):
             self._note_skipped()
         return result
+
+    def _compile(self, once: bool) -> Callable[[Any], Any]:
+        for reason in self._repeated.apart:
+            self._note(RemarkKind.ANALYSIS, "", reason)
+        fresh = _fresh(self._model, self._loss_fn)
+        compiled = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
+        weakref.finalize(self, reset_code, fresh.__code__).atexit = False
+        return compiled
 
     def _note_branches(self, branches: Branches, ended: Container[str]) -> None:
         """The branches that were met and followed; where a graph ends by now its break tells."""
@@ -308,6 +314,8 @@ class CapturedLoss:
         why = in_one_line(str(cause))
         what = f"{type(cause).__name__}: {why}"
         what += f", in {code}" if code else ""
+        refused = failure.__cause__
+        what, cure = (refused.reason, refused.cure) if isinstance(refused, Refusal) else (what, "")
         if way == _WHOLE:
             reason = f"equal layers are captured one by one, which takes longer ({why})"
             if self._repeated:
@@ -316,7 +324,7 @@ class CapturedLoss:
             reason = f"captured in parts, which end where numbers are read off tensors ({what})"
             self._note(RemarkKind.ANALYSIS, source, reason)
         else:
-            self._note(RemarkKind.MISSED, source, f"not captured, run as written ({what})")
+            self._note(RemarkKind.MISSED, source, f"not captured, run as written ({what})", cure)
 
     def _note(self, kind: RemarkKind, source: str, reason: str, cure: str = "") -> None:
         remark = Remark(kind, "capture", "loss", source, reason, cure)
@@ -333,6 +341,11 @@ def _never_captured() -> tuple[str, str] | None:
         why = f"torch.Tensor.{name} is not torch's own: nothing is captured"
         return why, "put torch's back, and call a function instead"
     return None
+
+
+def _holds_a_tensor(leaf: Any) -> bool:
+    """Whether it is one, or an object with one, such as a dataclass of a loss and its metrics."""
+    return any(isinstance(one, Tensor) for one in (leaf, *getattr(leaf, "__dict__", {}).values()))
 
 
 class _CaptureFailedError(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+import sys
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +23,8 @@ _PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.devi
 _DIGITS = re.compile(r"\d+")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN_TENSORS = (Tensor, nn.Parameter)  # other classes compute with what attributes say
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name]
+_TABLES = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name]
+_HOOKS = [name for name in _TABLES if "state_dict" not in name]  # which no forward calls
 
 
 class LayerContents:
@@ -33,8 +35,9 @@ class LayerContents:
         objects: what else is met, such as hooks and settings; the same ones in equal layers.
         numbers: attribute and value of each number in an integer or a text, which may count layers.
         tensors: parameters, buffers and other tensors, each once.
-        held: all modules, containers, objects with tensors, and functions that other functions
-            made, by their ids; equal parts of equal layers have one place.
+        held: all modules, containers, objects with tensors or with nothing, functions that other
+            functions made, and classes made for one module, by their ids; equal parts of equal
+            layers have one place.
         hooks: those of the layer itself. They run around its forward, so that each layer may have
             its own.
         hooked: whether a part of it has hooks.
@@ -103,6 +106,16 @@ class LayerContents:
         pairs = zip(self.numbers, other.numbers, strict=True)
         return {mine[0] for mine, its in pairs if mine != its}
 
+    def difference(self, other: LayerContents) -> str:
+        """Where the facts of an unequal layer differ first, as names tell; else what does."""
+        if self.facts != other.facts:
+            return _difference(self.facts, other.facts)
+        mine, its = [*map(id, self.objects)], [*map(id, other.objects)]
+        apart = (one for one, a, b in zip(self.objects, mine, its, strict=True) if a != b)
+        if (one := next(apart, None)) is not None:
+            return f"a {type(one).__name__} of its own"
+        return ", ".join(sorted(self.counters(other)))
+
     def _fact(self, name: str, value: Any) -> Any:
         if isinstance(value, _PLAIN):
             return repr(value)
@@ -110,7 +123,7 @@ class LayerContents:
             self.numbers += [(name, int(digits)) for digits in _DIGITS.findall(str(value))]
             return type(value), _DIGITS.sub("#", str(value))
         part = isinstance(value, (Tensor, nn.Module, *_CONTAINERS)) or _is_made(value)
-        if part or _holds_tensors(value):
+        if part or _is_own(value):
             return self._part(name, value)
         if isinstance(value, types.MethodType):
             return "method", value.__func__, self._fact(name, value.__self__)
@@ -130,13 +143,16 @@ class LayerContents:
             self.tensors.append(value)
             own = () if type(value) in _PLAIN_TENSORS else self._attributes(value)
             return type(value), *_look(value), value.stride(), *own
+        if isinstance(value, type):
+            self._watched.append(vars(value).values())
+            return value.__name__, value.__bases__, *map(self._of_class, vars(value).items())
         if isinstance(value, types.FunctionType):
             inside = _Own(value)
             self._watched.append(inside)
             self.objects.append(value.__globals__)
             return value.__code__, *map(self._told, inside)
         if not isinstance(value, _CONTAINERS):
-            return type(value), *self._attributes(value)
+            return self._class_of(value), *self._attributes(value)
         if not value:
             self._empty.append(value)
             return type(value), place
@@ -148,12 +164,23 @@ class LayerContents:
             self._watched.append(value)
         return type(value), *(self._fact(name, item) for item in value)
 
+    def _class_of(self, value: Any) -> Any:
+        """Its class; one that was made for it alone, as ``parametrize`` makes one, is a part."""
+        kind = type(value)
+        return self._part("", kind) if _is_made_at_run_time(kind) else kind
+
+    def _of_class(self, item: tuple[str, Any]) -> Any:
+        name, value = item
+        if isinstance(value, property):
+            return name, *map(self._told, (value.fget, value.fset, value.fdel))
+        return name, self._told(value)
+
     def _attributes(self, value: Any) -> Iterator[Any]:
         own = value.__dict__
         self.held[id(own)] = len(self.held)
         if isinstance(value, nn.Module):
             yield from self._hooks_of(value, around=not self._owners)
-            own = {name: held for name, held in own.items() if name not in _HOOKS}
+            own = {name: held for name, held in own.items() if name not in _TABLES}
         self._watched.append(value.__dict__.values())
         self._owners.append(value)
         yield from ((name, self._fact(name, held)) for name, held in own.items())
@@ -177,10 +204,32 @@ class LayerContents:
             return type(value), repr(value)
         if isinstance(value, tuple):
             return tuple(map(self._told, value))
-        if _is_made(value):
+        if _is_made(value) or (isinstance(value, nn.Module) and id(value) in self.held):
             return self._part("", value)
         self.objects.append(value)
         return "object", type(value)
+
+
+def _difference(mine: Any, its: Any) -> str:
+    if not isinstance(mine, tuple) or not isinstance(its, tuple):
+        return ""
+    for place, (one, other) in enumerate(zip(mine, its, strict=False)):
+        if one != other:
+            inside = _difference(one, other)
+            return ".".join(filter(None, (_name(one, other, place - 1), inside)))
+    return ""
+
+
+def _name(one: Any, other: Any, place: int) -> str:
+    """Of an attribute or an item of a dict, of which ``nn.Module`` keeps most of its own in some;
+    what is counted has no number in the facts, but a place."""
+    pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
+    if not pair or one[0] != other[0]:
+        return ""
+    key = one[0][1] if isinstance(one[0], tuple) and len(one[0]) == 2 else one[0]
+    if not isinstance(key, str) or key in ("_modules", "_parameters", "_buffers"):
+        return ""
+    return str(place) if key == "#" else key
 
 
 class _Own:
@@ -212,18 +261,28 @@ def _is_made(value: Any) -> bool:
     return isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__
 
 
-def _holds_tensors(value: Any) -> bool:
+def _is_made_at_run_time(kind: type) -> bool:
+    """Whether no module has the class by its name."""
+    name = kind.__qualname__
+    return "." not in name and name not in vars(sys.modules.get(kind.__module__, kind))
+
+
+def _is_own(value: Any) -> bool:
     """Whether it is attributes and nothing else, with tensors among them, as what bitsandbytes
-    keeps of a weight's scales is: a part of a layer, of which each has one of its own. What has a
-    lock or a stream among them runs by itself, and its attributes change as it does."""
+    keeps of a weight's scales is, or none at all, as what PEFT keeps of DoRA: a part of a layer, of
+    which each has one of its own. What has a lock or a stream among them runs by itself, and its
+    attributes change as it does."""
     kind: Any = type(value)
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     if kind.__new__ is not object.__new__ or slots or not hasattr(value, "__dict__"):
         return False
     held = value.__dict__.values()
-    return any(isinstance(one, Tensor) for one in held) and all(
-        isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
-        for one in held
+    return not held or (
+        any(isinstance(one, Tensor) for one in held)
+        and all(
+            isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
+            for one in held
+        )
     )
 
 

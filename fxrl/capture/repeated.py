@@ -36,7 +36,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import in_graph, looked_up_by, uncollected, written_by_trace
+from fxrl.capture._torch import (
+    OptimizedModule,
+    in_graph,
+    looked_up_by,
+    uncollected,
+    written_by_trace,
+)
 from fxrl.capture.layer_contents import LayerContents
 from fxrl.capture.opaque import autocasts
 from fxrl.capture.recorded import recorded, recorder_of_outputs
@@ -437,6 +443,11 @@ class RepeatedLayers:
         """Which state the layers are in: a number for each that they have been in."""
         return self._state.generation
 
+    @property
+    def apart(self) -> list[str]:
+        """What there is to say of layers that have no equal."""
+        return self._state.apart
+
     def refresh(self) -> None:
         """Look at the models, and again if they are not what they were."""
         models = {"": self._model, **self._held()}
@@ -481,6 +492,7 @@ class _View:
 
     Attributes:
         layers: members of the groups.
+        apart: what there is to say of lists with layers of one class that have no equal.
         reached: ids of all modules, and of their tensors, which are alive as long as this is.
         ties: which of the tensors are one.
     """
@@ -492,6 +504,7 @@ class _View:
             for module in model.modules():
                 owners.setdefault(module, []).append(title)
         self.layers: list[Layer] = []
+        self.apart: list[str] = []
         outside = self._look(models, owners)
         self._watched = [module._modules.values() for module in outside]
         self._sizes = [*map(len, self._watched)]
@@ -518,7 +531,8 @@ class _View:
                 outside.append(module)
                 for members in _counted(module):
                     own = {key: member for key, member in members.items() if member not in inside}
-                    group = _groups(name, own, owners)
+                    group, apart = _groups(name, own, owners)
+                    self.apart += apart
                     inside.update(part for layer in group for part in layer.module.modules())
                     self.layers += group
         return outside
@@ -538,7 +552,7 @@ class _State:
     """The groups of equal layers while the models are in one state."""
 
     def __init__(self, generation: int, view: _View) -> None:
-        self.generation, self.layers = generation, view.layers
+        self.generation, self.layers, self.apart = generation, view.layers, view.apart
         self.forwards = [layer.traced() for layer in view.layers]
         self._view: _View | None = view
         self._ties = view.ties
@@ -578,15 +592,21 @@ def _counted(module: nn.Module) -> list[dict[str, nn.Module]]:
     by_stem: dict[str, dict[str, nn.Module]] = {}
     for name, child in module._modules.items():
         if child is not None and (match := _COUNTED.fullmatch(name)) is not None:
-            by_stem.setdefault(match[1], {})[name] = child
+            by_stem.setdefault(match[1], {})[name] = _compiled(child)
     return list(by_stem.values())
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given, which is what a trace calls."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
 def _groups(
     name: str, members: dict[str, nn.Module], owners: dict[nn.Module, list[str]]
-) -> list[Layer]:
+) -> tuple[list[Layer], list[str]]:
     """The layers of one list that have an equal one in the same models (``owners``: a reference may
-    share some with the policy, and run them first); each knows the first of its kind."""
+    share some with the policy, and run them first); each knows the first of its kind. And what
+    there is to say of the others."""
     places = list(members.values())
     layers = [
         Layer(module, f"{name}.{number}".lstrip("."), index, LayerContents(module))
@@ -603,4 +623,19 @@ def _groups(
         else:
             firsts.append(layer)
     met = {id(layer.first) for layer in layers if layer.first is not layer}
-    return [layer for layer in layers if layer.first is not layer or id(layer) in met]
+    equal = [layer for layer in layers if layer.first is not layer or id(layer) in met]
+    return equal, [*_apart_from(firsts, [one for one in firsts if id(one) not in met])]
+
+
+def _apart_from(firsts: list[Layer], alone: list[Layer]) -> Iterator[str]:
+    """One sentence, or none: of a class of which there is no other, there is nothing to say."""
+    kin = [next(f for f in firsts if type(f.module) is type(one.module)) for one in alone]
+    pairs = [(one, its) for one, its in zip(alone, kin, strict=True) if one is not its]
+    if pairs:
+        (one, its), *more = pairs
+        what = its.contents.difference(one.contents) or "where else it is held"
+        who = f"{one.path} and {len(more)} more are" if more else f"{one.path} is"
+        yield (
+            f"{who} captured alone, which takes longer: {one.path} differs from {its.path} in "
+            f"{what}"
+        )

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 from transformers import modeling_layers
 
@@ -222,6 +223,12 @@ class Constant(Layer):
         return x + F.linear(x, Scaled.apply(self.a, self.b, torch.tensor(0.5)))
 
 
+def compiled(kind=Layer, depth=4):
+    model = Model(kind, depth)
+    model.layers = nn.ModuleList(torch.compile(one, backend="eager") for one in model.layers)
+    return model
+
+
 def shared(kind=Layer, depth=4):
     model = Model(kind, depth)
     model.layers[2].qkv.weight = model.layers[1].qkv.weight
@@ -257,11 +264,12 @@ def frozen(kind=Layer, depth=4):
         (lambda: make(Flag), "4 layers were captured as 2"),
         (lambda: make(Constant), "4 layers were captured as 1"),
         (lambda: make(model=shared), "4 layers were captured as 1"),
+        (lambda: make(model=compiled), "4 layers were captured as 1"),
         (lambda: make(model=frozen), "4 layers were captured as 2"),
         (lambda: make(model=twice), "2 layers were captured as 1"),
         (lambda: make(model=InTwoLists), "8 layers were captured as 2"),
     ],
-    ids=["two-kinds", "constant", "shared-weight", "frozen", "twice", "in-two-lists"],
+    ids=["two-kinds", "constant", "shared-weight", "compiled", "frozen", "twice", "in-two-lists"],
 )
 def test_kinds_of_layers(make_model, said):
     model = make_model()
@@ -269,6 +277,17 @@ def test_kinds_of_layers(make_model, said):
     check(step, model)
     assert once(step) == said
     assert step.captures[0].running
+
+
+def test_what_layers_differ_in_is_said():
+    model = make()
+    for number, layer in enumerate(model.layers):
+        layer.out[1] = nn.Dropout(number / 8)
+    step = optimized(model)
+    step(ONE)
+    (said,) = [r.reason for r in step.report.remarks if "takes longer" in r.reason]
+    assert said.startswith("layers.1 and 2 more are captured alone")
+    assert said.endswith("layers.1 differs from layers.0 in out.1.p")
 
 
 class Nested(Model):
@@ -1000,6 +1019,39 @@ def test_layers_whose_weights_have_objects_with_tensors(kind, said):
     scale.kind = "a" if scale.kind == "b" else "b"
     check(step, model)
     assert once(step) != f"4 layers were {said}"
+
+
+class Variant:
+    """What is done with a weight, as PEFT has an object for DoRA: of each its own."""
+
+    def scaled(self, x, weight):
+        return x * weight.norm(dim=1)[:HIDDEN]
+
+
+class Adapted(Layer):
+    """A class of its own for a module, with hooks for checkpoints, and a cache for evaluation."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        parametrizations.weight_norm(self.out[0])
+        self.variant, self.cache = Variant(), {}
+
+    def forward(self, x, bias=None, seen=None):
+        if self.training:
+            self.cache.clear()
+        return super().forward(self.variant.scaled(x, self.qkv.weight))
+
+
+def test_layers_with_parts_that_were_made_for_each():
+    model = make(Adapted)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 1"
+    part = model.layers[2].out[0]
+    type(part).weight = property(lambda self: 2 * self.parametrizations.weight())
+    check(step, model)
+    model.layers[1].variant.scaled = lambda x, weight: 3 * x
+    check(step, model)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside the loss", "around the step"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fxrl import Config
 from fxrl.errors import FxrlError, MissedRewriteError
@@ -11,6 +14,7 @@ from fxrl.step import TrainStep, optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,
+    assert_matches_eager,
     assert_same,
     captures,
     fixed,
@@ -84,3 +88,16 @@ def test_a_second_derivative_is_refused_with_a_cure(passes: tuple[str, ...] | No
         first.square().sum().backward()
         second.append(grads(model))
     assert_same(second[0], second[1])
+
+
+def with_a_penalty(model: nn.Module, batch: Any) -> Tensor:
+    loss = policy_loss(model, batch)
+    (gradient,) = torch.autograd.grad(loss, [model.mix.weight], create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def test_a_loss_that_differentiates_its_gradient_is_run_as_written() -> None:
+    model, batch = make_model(), fixed(make_batch())
+    step = optimize(model, with_a_penalty, QUIET)
+    assert_matches_eager(step, with_a_penalty, model, batch)
+    assert any("no second derivative" in r.reason for r in step.report.of_kind("missed"))

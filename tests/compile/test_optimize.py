@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -106,6 +107,20 @@ def test_a_loss_without_a_tensor_is_named():
     step = fxrl.optimize(torch.nn.Linear(2, 2), lambda model, batch: None)
     with pytest.raises(FxrlError, match=r"returned None, which holds no tensor; return the loss"):
         step(torch.randn(3, 2))
+
+
+@dataclass
+class Losses:
+    loss: torch.Tensor
+    metrics: dict[str, float]
+
+
+def test_a_loss_may_be_returned_in_a_dataclass():
+    model, x = torch.nn.Linear(2, 2), torch.randn(3, 2)
+    found = fxrl.optimize(model, lambda model, x: Losses(model(x).square().sum(), {"a": 1.0}))(x)
+    assert found.metrics == {"a": 1.0}
+    wanted = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+    torch.testing.assert_close(torch.autograd.grad(found.loss, [*model.parameters()]), wanted)
 
 
 class MineError(Exception):

@@ -26,6 +26,7 @@ from torch._dynamo.variables import (
 
 from fxrl.capture._dynamo.data import is_subscript
 from fxrl.capture._dynamo.frames import callers
+from fxrl.ir.remark import Refusal
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
@@ -85,9 +86,23 @@ def _is_result(caller: Any) -> bool:
     return not (builtin or of_list or isinstance(called, UserDefinedClassVariable))
 
 
-def _call(self: Any, function: Any, *args: Any) -> None:
+def _call(self: Any, function: Any, args: Any, kwargs: Any) -> None:
     self.called = function  # for a graph that may end inside of it
-    _call_function(self, function, *args)
+    if _keeps_derivative(function, args, kwargs):
+        raise Refusal(
+            "the loss differentiates its gradient again (create_graph=True): rewrites have no "
+            "second derivative",
+            "take what is differentiated again in a step of its own, without fxrl",
+        )
+    _call_function(self, function, args, kwargs)
+
+
+def _keeps_derivative(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is ``torch.autograd.grad``, and its result is differentiated."""
+    if getattr(function.realize(), "value", None) is not torch.autograd.grad:
+        return False
+    asked = kwargs.get("create_graph", args[4] if len(args) > 4 else None)
+    return asked is not None and asked.is_python_constant() and asked.as_python_constant() is True
 
 
 def _in_loop(self: Any) -> bool:
