@@ -353,6 +353,13 @@ def mixture_of_given_and_own_distributions(m, b):
 
 #: Each op, remark and branch of fxrl in them is another shape's, too.
 SELDOM = (
+    "chunks_of_columns_into_a_buffer",
+    "in_place_as_for_a_shard",
+    "labels_shifted_by_a_buffer",
+    "nucleus_by_sort_and_scatter",
+    "parts_as_long_as_a_list_read_off_a_tensor",
+    "responses_between_cumulative_lengths",
+    "top_k_by_threshold_in_place",
     "chunks_of_rows_into_a_buffer",
     "lists_of_parts_per_sequence",
     "masked_products_of_probabilities",

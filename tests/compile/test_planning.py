@@ -101,6 +101,7 @@ def small_steps(device, **options):
     return replace(config(), **options)
 
 
+@pytest.mark.slow  # as when a batch is longer, below
 def test_small_layers_become_regions_where_no_plan_fits_them_op_by_op():
     model = wide_stack("meta")
     free = fxrl.optimize(model, square_loss, small_steps("meta")).plan_for(batch(2048))
@@ -310,6 +311,7 @@ def test_another_gpu_another_time():
     assert a100.peak_gpu_bytes == h200.peak_gpu_bytes
 
 
+@pytest.mark.slow  # as the one that was measured, in tests/planner/test_against_measurements.py
 def test_a_mixture_of_experts_without_weights():
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")

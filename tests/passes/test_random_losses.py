@@ -74,9 +74,14 @@ def test_frozen_heads_equal_eager():
     assert min(made["vectors"], made["inputs"]) >= 3, made
 
 
-@pytest.mark.parametrize("seed", rows([1, 2], seldom=[2]))
-@pytest.mark.parametrize("mix", sorted(MIXES))
-def test_mixing_tokens_is_refused(mix, seed):
+MIXED = [(mix, seed) for mix in sorted(MIXES) for seed in (1, 2)]
+#: Some in one loss; every way is refused alone, below.
+OFTEN = [("cumsum", 1), ("matmul", 1), ("roll", 1), ("softmax", 1)]
+
+
+@pytest.mark.parametrize("case", rows(MIXED, [case for case in MIXED if case not in OFTEN]))
+def test_mixing_tokens_is_refused(case):
+    mix, seed = case
     gm = draw_loss(drawer(f"{mix} {seed}"), mix)
     result = rewrite(gm, CHUNK, dynamic=False)
     missed = result.report.of_kind(RemarkKind.MISSED)

@@ -222,7 +222,7 @@ class Fresh(Block):
         return x * self.shift + out
 
 
-@pytest.mark.parametrize("kind", rows([Normed, InPlace, Given, Fresh], [InPlace, Given]))
+@pytest.mark.parametrize("kind", rows([Normed, InPlace, Given, Fresh], [Normed, InPlace, Given]))
 def test_a_layer_that_writes_runs_again_with_what_it_read(kind):
     models = make_stack(4, block=kind), make_stack(4, block=kind)
     models[1].load_state_dict(models[0].state_dict())
