@@ -54,8 +54,11 @@ def assert_equal_runs(gm, rewritten, inputs):
         )
 
 
-# The first ones hold every op of the grammar, and most of them twice.
-@pytest.mark.parametrize("index", rows(range(75), seldom=range(26, 75)))
+# Of the first ones these hold every op of the grammar.
+SELDOM = (10, 12, 19, 22, 23, 24, *range(26, 75))
+
+
+@pytest.mark.parametrize("index", rows(range(75), SELDOM))
 def test_rewritten_equals_eager(index):
     gm, (passes, dynamic) = losses()[index], WAYS[index % len(WAYS)]
     result = rewrite(gm, passes, dynamic=dynamic)

@@ -85,7 +85,11 @@ def test_nothing_is_outlined_no_remark():
 
 
 @pytest.mark.parametrize(
-    "cuts", rows([("products",) * 2, ("inputs", "products"), ("inputs",) * 2], [("inputs",) * 2])
+    "cuts",
+    rows(
+        [("products",) * 2, ("inputs", "products"), ("inputs",) * 2],
+        [("products",) * 2, ("inputs",) * 2],
+    ),
 )
 def test_every_plan_gives_the_same_numbers(cuts):
     model = make_stack(2)

@@ -154,7 +154,9 @@ def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
     assert len(step.captures[0].kernels) == 1
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize(
+    "checkpointed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["keep", "recompute"]
+)
 def test_dropout_draws_what_eager_draws(checkpointed):
     model = make_stack(2, dropout=0.5, checkpointed=checkpointed)
     step = fxrl.optimize(model, square_loss, ONLY)
