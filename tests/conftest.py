@@ -53,6 +53,15 @@ def pytest_collection_finish():
     atexit.register(gc.unfreeze)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_left_is_looked_at_once():
+    """What a file leaves, caches above all, the collector does not look at behind every later test:
+    by the end of a run that took a second for each look at everything."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _check_every_value():
     """Every pass in every test leaves fake values that its ops give."""

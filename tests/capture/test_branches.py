@@ -131,7 +131,7 @@ sized_slices = pytest.mark.skipif(
     ("loss", "lengths"),
     [
         (early, (7, 8)),
-        (entries, (4,)),
+        pytest.param(entries, (4,), marks=pytest.mark.slow),
         pytest.param(rows, (7,), marks=pytest.mark.slow),
         (kinds, (7,)),
         pytest.param(chunks, (7, 8), marks=[sized_slices, pytest.mark.slow]),

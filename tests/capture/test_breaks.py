@@ -113,8 +113,8 @@ def test_a_count_inside_of_a_function_costs_no_more_than_the_head() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
-        (retained, "retain_grad"),
-        (in_a_loop, "graph_break"),
+        pytest.param(retained, "retain_grad", marks=pytest.mark.slow),
+        pytest.param(in_a_loop, "graph_break", marks=pytest.mark.slow),
         (counted_by_data, "cannot be traced"),
         (own_function, "autograd.Function"),
     ],
@@ -444,7 +444,15 @@ def in_order(loss: Tensor) -> Tensor:
     return loss * numbers[0] + sorted([1, 4, 2], key=_last)[0]
 
 
-@pytest.mark.parametrize("ask", [made, not_among, subscripted, in_order])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(made, marks=pytest.mark.slow),
+        pytest.param(not_among, marks=pytest.mark.slow),
+        subscripted,
+        in_order,
+    ],
+)
 def test_a_break_where_python_makes_something_else_of_the_result(ask: Any) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         return ask(policy_loss(model, batch))
@@ -472,7 +480,9 @@ def counted(loss: Tensor) -> Tensor:
     return loss * CALLS
 
 
-@pytest.mark.parametrize("read", [scaled, scaled_behind, counted])
+@pytest.mark.parametrize(
+    "read", [pytest.param(scaled, marks=pytest.mark.slow), scaled_behind, counted]
+)
 def test_globals_are_those_of_the_function_that_asks(read: Any, monkeypatch: Any) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         return read(policy_loss(model, batch)) + 1
@@ -504,7 +514,7 @@ class Stack(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_head_behind_layers_that_end_graphs_is_captured(inside: bool) -> None:
     torch.manual_seed(0)
     model = Stack(inside)
@@ -737,7 +747,9 @@ def inside_of_a_hook(model: nn.Module, batch: Any) -> Tensor:
     return changed + policy_loss(model, batch)
 
 
-@pytest.mark.parametrize("loss_fn", [with_a_hook, inside_of_a_hook])
+@pytest.mark.parametrize(
+    "loss_fn", [pytest.param(with_a_hook, marks=pytest.mark.slow), inside_of_a_hook]
+)
 def test_hooks_that_the_loss_registers_end_the_graph_and_are_there(loss_fn: Any) -> None:
     model = make_model()
     step = optimize(model, loss_fn, QUIET)

@@ -41,6 +41,7 @@ from tests.capture.mixer import (
     policy_loss,
     token_logps,
 )
+from tests.rows import rows as seldom_run
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -58,7 +59,11 @@ HOOKS: dict[str, Callable[[Mixer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
+#: Of these the forward's own, and the backward's other one, are the kind.
+SELDOM = ("forward of the model", "forward pre", "backward")
+
+
+@pytest.mark.parametrize("name", seldom_run(HOOKS, SELDOM))
 def test_a_hook_that_comes_and_goes(name: str) -> None:
     model, batch = make_model(), fixed(make_batch())
     step = optimize(model, policy_loss, QUIET)  # backward hooks end the graph, and it is told
@@ -422,7 +427,9 @@ class Layered(nn.Module):
         return x @ self.embed.weight.T
 
 
-@pytest.mark.parametrize("of", ["length", "checkpointed", "itself", "weight"])
+@pytest.mark.parametrize(
+    "of", ["length", "checkpointed", "itself", pytest.param("weight", marks=pytest.mark.slow)]
+)
 def test_a_cache_that_layers_ask_keeps_what_it_said(of: str) -> None:
     model, wanted = Layered(of), Layered(of)
     step = optimize(model, policy_loss, QUIET)
@@ -499,7 +506,9 @@ def keeps_and_reads(model: nn.Module, batch: Any, kept: Kept) -> torch.Tensor:
     return loss * (kept["loss"][-2] + len(same))
 
 
-@pytest.mark.parametrize(("loss_fn", "made"), [(keeps, 2), (keeps_and_reads, 4)])
+@pytest.mark.parametrize(
+    ("loss_fn", "made"), [(keeps, 2), pytest.param(keeps_and_reads, 4, marks=pytest.mark.slow)]
+)
 def test_a_list_that_grows_is_not_looked_into_unless_it_is_read(loss_fn: Any, made: int) -> None:
     model, batch = make_model(dropout=0.0), fixed(make_batch())
     kept, wanted = (defaultdict(list, same=same, loss=same) for same in ([], []))
@@ -664,7 +673,9 @@ def pickled(step: TrainStep) -> TrainStep:
     return other
 
 
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
+@pytest.mark.parametrize(
+    "make_copy", [pytest.param(copy.deepcopy, marks=pytest.mark.slow), pickled]
+)
 def test_a_copy_evaluates_the_copied_model_and_loss(make_copy) -> None:
     batch, loss_fn = fixed(make_batch()), Scaled()
     step = optimize(make_model(), loss_fn, CONFIG)

@@ -236,6 +236,7 @@ class Checked(Block):
         return x + self.mlp(x)
 
 
+@pytest.mark.slow  # as those that run op by op; compiled ones: tests/compile/test_regions.py
 def test_compiled_layers_that_check_stay_one_body():
     model, batch = make_stack(3, block=Checked), fixed(ids_batch())
     step = optimize(model, square_loss, Config(passes=PASSES, on_miss="error"))

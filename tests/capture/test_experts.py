@@ -176,6 +176,7 @@ CASES += [(kind, "attention") for kind in FROZEN]
 #: Without adapters all is trained and sizes vary: one of each way of writing experts.
 SELDOM = [(kind, "none") for kind in ("gpt-oss", "deepseek", "mixtral-loop", "where", "dense")]
 SELDOM += [("where", "attention"), ("unless-empty", "attention"), ("each-hit", "none")]
+SELDOM += [("unless-empty", "none"), ("deepseek", "experts"), ("qwen3", "attention")]
 
 
 @pytest.mark.parametrize("case", rows(CASES, SELDOM), ids="-".join)

@@ -168,8 +168,8 @@ VARIED = in_a_closure
     "hold",
     [
         VARIED,
-        in_a_global,
-        lambda reference: partial(against, reference),
+        pytest.param(in_a_global, marks=pytest.mark.slow),
+        pytest.param(lambda reference: partial(against, reference), marks=pytest.mark.slow),
         pytest.param(Held, marks=pytest.mark.slow),
         lambda reference: Held(reference).method,
         lambda reference: Held(teachers=[reference]).in_a_list,
@@ -273,15 +273,15 @@ def none_in_layers(model, held):
 @pytest.mark.parametrize(
     "change",
     [
-        deeper,
+        pytest.param(deeper, marks=pytest.mark.slow),
         pytest.param(evaluated_copy, marks=pytest.mark.slow),
         layer_of_the_policy,
         pytest.param(layer_of_another_kind, marks=pytest.mark.slow),
-        tied_otherwise,
+        pytest.param(tied_otherwise, marks=pytest.mark.slow),
         pytest.param(tied_to_the_policy, marks=pytest.mark.slow),
         pytest.param(settings_of_all_layers, marks=pytest.mark.slow),
         pytest.param(settings_of_a_layer, marks=pytest.mark.slow),
-        hook_of_a_layer,
+        pytest.param(hook_of_a_layer, marks=pytest.mark.slow),
         the_policy,
         pytest.param(none_in_layers, marks=pytest.mark.slow),
     ],
@@ -361,7 +361,7 @@ def weights(model, reference):
     ("tie", "said"),
     [
         (lower_layers, "8 layers were captured as 4"),
-        (upper_layers, "8 layers were captured as 4"),
+        pytest.param(upper_layers, "8 layers were captured as 4", marks=pytest.mark.slow),
         (weights, "7 layers were captured as 2"),
     ],
 )

@@ -261,7 +261,7 @@ def frozen(kind=Layer, depth=4):
 @pytest.mark.parametrize(
     ("make_model", "said"),
     [
-        (lambda: make(Flag), "4 layers were captured as 2"),
+        pytest.param(lambda: make(Flag), "4 layers were captured as 2", marks=pytest.mark.slow),
         (lambda: make(Constant), "4 layers were captured as 1"),
         (lambda: make(model=shared), "4 layers were captured as 1"),
         (lambda: make(model=compiled), "4 layers were captured as 1"),
@@ -425,7 +425,11 @@ class Normed(Layer):
         return super().forward(self.first(x), bias, seen)
 
 
-@pytest.mark.parametrize("anew", [True, False], ids=["another model", "the model itself"])
+@pytest.mark.parametrize(
+    "anew",
+    [pytest.param(True, marks=pytest.mark.slow), False],
+    ids=["another model", "the model itself"],
+)
 def test_a_number_of_the_layers_that_is_another_one_later(anew):
     """Another model's numbers say nothing of this one's, which are constants; a number that changes
     is a tensor to the region that reads it."""
@@ -458,7 +462,8 @@ def test_checkpointed_layers_are_captured_once():
     assert once(step) == "4 layers were captured as 1"
 
 
-@pytest.mark.parametrize("segments", [2, 3])  # the last one takes what is left over
+# The last one takes what is left over.
+@pytest.mark.parametrize("segments", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_layers_checkpointed_in_segments_are_captured(segments):
     class Segments(Model):
         def body(self, x):
@@ -545,7 +550,7 @@ class CheckpointedAround(Layer):
 @pytest.mark.parametrize(
     ("named", "trained"),
     [
-        (False, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
         (True, True),
         pytest.param(False, True, marks=pytest.mark.slow),
         pytest.param(True, False, marks=pytest.mark.slow),
@@ -604,7 +609,9 @@ class CutOff(Model):
         return x + self.layers[-1](x.detach())
 
 
-@pytest.mark.parametrize("kind", [Gated, CheckpointedInside, Layer])
+@pytest.mark.parametrize(
+    "kind", [Gated, pytest.param(CheckpointedInside, marks=pytest.mark.slow), Layer]
+)
 def test_layers_that_need_other_gradients(kind):
     model = make(kind, CutOff)
     check(optimized(model), model)
@@ -834,7 +841,7 @@ def test_a_class_of_dict_that_is_written_elsewhere_is_harmless():
 @pytest.mark.parametrize(
     ("kind", "model"),
     [
-        (ReadsItsNumber, Model),
+        pytest.param(ReadsItsNumber, Model, marks=pytest.mark.slow),
         (ReadsItsName, Model),
         (Leaks, Collects),
         (Layer, Halves),
@@ -845,7 +852,7 @@ def test_a_class_of_dict_that_is_written_elsewhere_is_harmless():
         (AddsToAList, Makes),
         pytest.param(AddsInside, Makes, marks=pytest.mark.slow),
         pytest.param(AddsToAnObject, Makes, marks=pytest.mark.slow),
-        (AddsToACell, Makes),
+        pytest.param(AddsToACell, Makes, marks=pytest.mark.slow),
         (LooksItsGainUp, KnowsItsLayers),
         (AsksForItself, KnowsItsLayers),
         pytest.param(ReadsTheFirst, KnowsItsLayers, marks=pytest.mark.slow),
@@ -1054,7 +1061,11 @@ def test_layers_with_parts_that_were_made_for_each():
     check(step, model)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside the loss", "around the step"])
+@pytest.mark.parametrize(
+    "inside",
+    [pytest.param(True, marks=pytest.mark.slow), False],
+    ids=["inside the loss", "around the step"],
+)
 def test_layers_run_in_the_dtype_of_autocast(inside):
     def autocast(enabled):
         return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
@@ -1127,12 +1138,12 @@ def another_class(model):
         pytest.param(hook_of_a_layer, marks=pytest.mark.slow),
         pytest.param(another_class, marks=pytest.mark.slow),
         replaced_weight,
-        replaced_module,
+        pytest.param(replaced_module, marks=pytest.mark.slow),
         pytest.param(replaced_layer, marks=pytest.mark.slow),
-        swapped_layers,
-        gain,
+        pytest.param(swapped_layers, marks=pytest.mark.slow),
+        pytest.param(gain, marks=pytest.mark.slow),
         thawed,
-        patched,
+        pytest.param(patched, marks=pytest.mark.slow),
         patched_class,
     ],
 )
@@ -1287,7 +1298,12 @@ def qwen(*layer_types):
 
 
 @pytest.mark.parametrize(
-    ("use_cache", "given"), [pytest.param(True, ONE, marks=pytest.mark.slow), (False, batch())]
+    ("use_cache", "given"),
+    [
+        (False, ONE),
+        pytest.param(True, ONE, marks=pytest.mark.slow),
+        pytest.param(False, batch(), marks=pytest.mark.slow),
+    ],
 )
 def test_transformers_layers_of_two_kinds(use_cache, given):
     model = qwen(*("full", "sliding") * 2)

@@ -67,7 +67,10 @@ LAYERS = 36
 
 @pytest.mark.parametrize(
     ("quantization", "layers", "whole", "ends"),
-    [("fp8", 0.5004, 0.576, 0.5004), ("nf4", 0.2813, 0.3905, 0.2813)],
+    [
+        ("fp8", 0.5004, 0.576, 0.5004),
+        pytest.param("nf4", 0.2813, 0.3905, 0.2813, marks=pytest.mark.slow),
+    ],
 )
 def test_bytes_of_a_quantised_qwen3_8b(tmp_path, quantization, layers, whole, ends):
     """Embeddings and head, 15 % of bf16, stay unless they are asked for."""

@@ -124,8 +124,8 @@ def test_the_target_counts(capsys):
 
 def test_more_memory_is_a_longer_context(capsys):
     short, long = (
-        json.loads(run(capsys, *TINY, "--gpu-memory", budget, "--json"))["max_context"]
-        for budget in ("256MiB", "512MiB")
+        json.loads(run(capsys, *TINY, *budget, "--json"))["max_context"]
+        for budget in (["--gpu-memory", "256MiB"], [])
     )
     assert long > 1.5 * short
 

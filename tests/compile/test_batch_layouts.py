@@ -355,6 +355,19 @@ def steps():
 
 #: Each way of theirs to lay out tokens or scores is another layout's, too.
 SELDOM = (
+    "apart, all logits",
+    "chosen above rejected",
+    "joined, mask of the completion",
+    "nested",
+    "one sequence",
+    "packed, dense mask",
+    "one row",
+    "one target a row",
+    "mask T-1, old T-1",
+    "mask T, old T",
+    "advantages [B, T-1]",
+    "one token of completion",
+    "namespace",
     "one row, mask T",
     "mask T-1, old T",
     "mask T, old T-1",

@@ -86,7 +86,11 @@ def test_weights_are_kept_as_they_are():
     assert (64, 8) not in shapes
 
 
-@pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
+#: Compiled ones run in every step of tests/compile/test_regions.py, and in test_region_op.py.
+WAYS = [None, pytest.param(InductorOptions.of(None), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["op by op", "compiled"])
 def test_the_op_pair(options):
     region = region_of(layer, inputs(), NEEDS)
     kernels = build_region(region, options)
@@ -181,7 +185,7 @@ def test_a_users_own_pass_runs_where_pytorch_runs_it(stage):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
+@pytest.mark.parametrize("options", WAYS, ids=["op by op", "compiled"])
 def test_tokens_of_which_only_a_multiple_shows(options):
     """As where a mixture of experts has each token twice."""
 
@@ -229,7 +233,7 @@ def test_matrices_of_experts_lie_as_they_were_traced():
     torch.testing.assert_close(found, *experts(*given))
 
 
-@pytest.mark.parametrize("options", [None, InductorOptions.of(None)], ids=["op by op", "compiled"])
+@pytest.mark.parametrize("options", WAYS, ids=["op by op", "compiled"])
 @pytest.mark.parametrize("cut", ["products", "fewest"])
 def test_parts_of_one_product_are_kept_as_that_product(cut, options):
     """Copies of queries, keys and values would not have the strides that the backward expects."""

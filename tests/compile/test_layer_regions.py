@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
     [
         pytest.param("qwen3", 3, 3, 1, False, marks=pytest.mark.slow),
         ("qwen3", 3, 3, 1, True),
-        ("gemma3", 2, 2, 2, False),
+        pytest.param("gemma3", 2, 2, 2, False, marks=pytest.mark.slow),
         pytest.param("gpt2", 3, 3, 1, False, marks=pytest.mark.slow),
         ("mixtral", 2, 2, 2, False),
     ],

@@ -353,6 +353,15 @@ def mixture_of_given_and_own_distributions(m, b):
 
 #: Each op, remark and branch of fxrl in them is another shape's, too.
 SELDOM = (
+    "chunks_of_columns_into_a_buffer",
+    "in_place_as_for_a_shard",
+    "labels_shifted_by_a_buffer",
+    "mixture_divergence_of_chosen_tokens",
+    "nucleus_by_sort_and_scatter",
+    "rows_selected_before_the_loss",
+    "parts_as_long_as_a_list_read_off_a_tensor",
+    "responses_between_cumulative_lengths",
+    "top_k_by_threshold_in_place",
     "chunks_of_rows_into_a_buffer",
     "lists_of_parts_per_sequence",
     "masked_products_of_probabilities",

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,10 +46,24 @@ def first_steps(block=GatedBlock, compiled=False, dtype=torch.float64, **options
     return numbers, [print_graph(half) for one in bodies for half in (one.forward, one.backward)]
 
 
+class Sums(nn.Module):
+    """Two in a row; little for a compiler to do."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.tiny, self.wide = (nn.Parameter(torch.rand(width)) for _ in range(2))
+
+    def forward(self, x):
+        return x + (x * self.wide + self.tiny)
+
+
 CASES = {
-    "plain": {"block": Block},
     "adapters": {"block": GatedBlock},
-    "bf16, where roundings are marked": {"dtype": torch.bfloat16, "compiled": True},
+    "bf16, where roundings are marked": {
+        "block": Sums,
+        "dtype": torch.bfloat16,
+        "compiled": True,
+    },
     "checkpointed by the user": {"block": Block, "checkpointed": True},
 }
 

@@ -37,7 +37,7 @@ def head(hidden, weight):
 
 
 # ---------------------------------------------------------------- picking the target
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def advanced_index_flat(hidden, weight, ids, mask, adv):
     z = head(hidden, weight).flatten(0, 1).log_softmax(-1)
     n = torch.arange(z.size(0))
@@ -64,13 +64,13 @@ def nll_loss_mean(hidden, weight, ids, mask):
     return F.nll_loss(lp.flatten(0, 1), _labels(ids, mask)[:, 1:].flatten(), ignore_index=-100)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def nll_loss_class_dim_1(hidden, weight, ids, mask, adv):
     lp = head(hidden, weight).log_softmax(-1).movedim(-1, 1)
     return _pg(-F.nll_loss(lp, ids[:, 1:], reduction="none"), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_hot_einsum(hidden, weight, ids, mask, adv):
     lp = head(hidden, weight).log_softmax(-1)
     hot = F.one_hot(ids[:, 1:], lp.size(-1)).to(lp)
@@ -134,7 +134,7 @@ def cumsum_mask_to_first_eos(hidden, weight, ids, adv):
 
 
 # ---------------------------------------------------------------- statistics of one row
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def entropy_xlogy(hidden, weight, mask):
     p = head(hidden, weight).softmax(-1)
     return _mean(-torch.xlogy(p, p).sum(-1), mask[:, 1:])
@@ -160,7 +160,7 @@ def entropy_weights_by_quantile(hidden, weight, ids, mask, adv):
     return -_mean(lp.gather(-1, ids[:, 1:, None])[..., 0] * adv[:, None] * keep, mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def z_loss(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     return _pg(_logp(z, ids[:, 1:]), mask, adv) + 1e-4 * _mean(z.logsumexp(-1) ** 2, mask[:, 1:])
@@ -183,19 +183,19 @@ def kl_to_uniform(hidden, weight, mask):
     return _mean(-lp.mean(-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def variance_of_logits(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     return _pg(_logp(z, ids[:, 1:]), mask, adv) + 1e-2 * _mean(z.var(-1) + z.std(-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_square_mean(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     return _pg(_logp(z, ids[:, 1:]), mask, adv) + 1e-3 * z.square().mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def rank_of_target(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     picked = z.gather(-1, ids[:, 1:, None])
@@ -217,14 +217,14 @@ def top_5_accuracy(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv) + 0.0 * _mean(hit, mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def margin_to_best_other(hidden, weight, ids, mask):
     z = head(hidden, weight)
     other = z.scatter(-1, ids[:, 1:, None], float("-inf")).amax(-1)
     return _mean(F.relu(1 + other - z.gather(-1, ids[:, 1:, None])[..., 0]), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def softplus_of_the_rest(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     rest = z.scatter(-1, ids[:, 1:, None], float("-inf")).logsumexp(-1)
@@ -266,7 +266,7 @@ def binary_ce_per_class(hidden, weight, ids, mask):
     return _mean(bce, mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logsigmoid_of_logits(hidden, weight, ids, mask):
     z = head(hidden, weight)
     return _mean(-F.logsigmoid(z).gather(-1, ids[:, 1:, None])[..., 0], mask[:, 1:])
@@ -306,14 +306,14 @@ def categorical_probs(hidden, weight, ids, mask, adv):
 
 
 # ---------------------------------------------------------------- transforms and masks
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def standardised_logits(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     z = (z - z.mean(-1, keepdim=True)) / z.std(-1, keepdim=True)
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_divided_by_their_norm(hidden, weight, ids, mask, adv):
     return _pg(_logp(9 * F.normalize(head(hidden, weight), dim=-1), ids[:, 1:]), mask, adv)
 
@@ -356,7 +356,7 @@ def min_p_filter(hidden, weight, ids, mask, adv):
     return _pg(_logp(z.masked_fill(~keep, float("-inf")), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def top_k_filter_by_threshold(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     floor = z.topk(20, -1).values[..., -1:]
@@ -365,7 +365,7 @@ def top_k_filter_by_threshold(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def top_k_filter_by_kthvalue(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     floor = z.kthvalue(z.size(-1) - 19, -1, keepdim=True).values
@@ -407,14 +407,14 @@ def masked_fill_full_mask(hidden, weight, ids, mask, adv, allowed):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def banned_columns_written(hidden, weight, ids, mask, adv, banned):
     z = F.linear(hidden, weight)
     z[:, :, banned] = -1e9
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def padded_columns_written(hidden, weight, ids, mask, adv, v_real):
     z = F.linear(hidden, weight)
     z[..., v_real:] = float("-inf")
@@ -449,7 +449,7 @@ def rows_zeroed_by_mask(hidden, weight, ids, mask, adv):
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def straight_through_argmax(hidden, weight, mask, value_w):
     p = head(hidden, weight).softmax(-1)
     hard = F.one_hot(p.argmax(-1), p.size(-1)).to(p.dtype)
@@ -489,7 +489,7 @@ def loop_over_sequences(hidden, weight, ids, mask):
     return torch.stack(losses).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def loop_with_head_inside(hidden, weight, ids, mask):
     parts = [_logp(F.linear(h, weight)[:-1], t[1:]) for h, t in zip(hidden, ids, strict=True)]
     return -(torch.cat(parts) * mask[:, 1:].reshape(-1)).sum() / mask[:, 1:].sum()
@@ -514,7 +514,7 @@ def last_valid_token(hidden, weight, ids, mask, adv):
     return -(adv * z.log_softmax(-1)[:, 7]).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_compacted_by_mask(hidden, weight, ids, mask):
     keep = mask[:, 1:].bool()
     return F.cross_entropy(head(hidden, weight)[keep], ids[:, 1:][keep])
@@ -537,7 +537,7 @@ def logits_compacted_and_in_parts(hidden, weight, ids, mask):
     return -logps.mean() - 0.01 * torch.cat(entropies).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def segment_sums_by_scatter_add(hidden, weight, ids, mask, adv):
     lp = (_logp(head(hidden, weight), ids[:, 1:]) * mask[:, 1:]).flatten()
     seg = torch.arange(ids.size(0)).repeat_interleave(ids.size(1) - 1)
@@ -558,7 +558,7 @@ def time_major(hidden, weight, ids, mask, adv):
     return _pg(lp.t(), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def vmap_over_batch(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     lp = torch.vmap(lambda a, t: a.log_softmax(-1).gather(-1, t[:, None])[:, 0])(z, ids[:, 1:])
@@ -588,7 +588,7 @@ def head_weight_on_the_left(hidden, weight, ids, mask, adv):
     return _pg(-F.cross_entropy(z, ids[:, 1:], reduction="none"), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def head_with_lora(hidden, weight, ids, mask, adv, lora_a, lora_b):
     z = F.linear(hidden, weight) + 2.0 * F.linear(F.linear(hidden, lora_a), lora_b)
     return _pg(_logp(z[:, :-1], ids[:, 1:]), mask, adv)
@@ -622,7 +622,7 @@ def two_heads_summed(hidden, weight, weight2, ids, mask, adv):
     return _pg(_logp(head(hidden, weight) + head(hidden, weight2), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def categorical_value_head(hidden, weight, weight2, ids, mask, adv, returns):
     support = torch.linspace(-2, 2, weight2.size(0), dtype=hidden.dtype)
     v = head(hidden, weight2).softmax(-1) @ support
@@ -638,7 +638,7 @@ def reward_head_beside(hidden, weight, ids, mask, adv, value_w):
     return _pg(_logp(head(hidden, weight), ids[:, 1:]), mask, adv) - F.logsigmoid(good - bad).mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def router_loss_beside(hidden, weight, weight2, ids, mask, adv):
     p = F.linear(hidden, weight2[:4]).softmax(-1)
     load = p.mean((0, 1))
@@ -692,7 +692,7 @@ def reverse_kl(hidden, weight, ref_hidden, ref_weight, mask):
     return _mean((lp.exp() * (lp - lt)).sum(-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def jensen_shannon(hidden, weight, teacher_hidden, teacher_weight, mask):
     z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
     lp, lt = z.log_softmax(-1), zt.log_softmax(-1)
@@ -715,13 +715,13 @@ def categorical_kl(hidden, weight, ref_hidden, ref_weight, mask):
     return _mean(kl_divergence(p, q), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def cosine_of_logits(hidden, weight, teacher_hidden, teacher_weight, mask):
     z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
     return _mean(1 - F.cosine_similarity(z, zt, dim=-1), mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_mse_per_token(hidden, weight, teacher_hidden, teacher_weight, mask):
     z, zt = _two(hidden, weight, teacher_hidden, teacher_weight)
     mse = F.mse_loss(z, zt, reduction="none") + F.huber_loss(z, zt, reduction="none")
@@ -734,7 +734,7 @@ def logits_mse(hidden, weight, teacher_hidden, teacher_weight):
     return F.mse_loss(z, zt)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def vocab_order_reversed(hidden, weight, ids, mask, adv):
     z = head(hidden, weight).flip(-1).roll(3, -1)
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
@@ -751,7 +751,7 @@ def additive_full_data(hidden, weight, ids, mask, adv, soft_targets):
     return _pg(_logp(head(hidden, weight) + soft_targets.log(), ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def divided_by_full_data(hidden, weight, ids, mask, adv, soft_targets):
     return _pg(_logp(head(hidden, weight) / (1 + soft_targets), ids[:, 1:]), mask, adv)
 
@@ -761,14 +761,14 @@ def additive_vector_of_three_dims(hidden, weight, ids, mask, adv, class_w):
     return _pg(_logp(head(hidden, weight) + class_w[None, None, :], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def argmax_of_biased_logits(hidden, weight, ids, mask, adv, soft_targets):
     z = head(hidden, weight)
     hit = ((z + 40 * soft_targets).argmax(-1) == ids[:, 1:]).to(z.dtype)
     return _pg(_logp(z, ids[:, 1:]), mask, adv) + _mean(hit, mask[:, 1:])
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def rows_overwritten_by_mask(hidden, weight, ids, mask, adv):
     z = F.linear(hidden, weight)
     z[mask == 0] = 0.5
@@ -797,7 +797,7 @@ def checkpointed_loss(hidden, weight, ids, mask, adv):
     return checkpoint(f, hidden, weight, use_reentrant=False)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def nested_grad_modes(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     with torch.no_grad():
@@ -872,7 +872,7 @@ def logits_item_control_flow(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_to_numpy(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     scale = float(z.detach().numpy().std())
@@ -1031,7 +1031,7 @@ def greedy_ids_fed_to_the_head_again(hidden, weight, ids, mask, adv):
     return _pg(_logp(again, ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def layer_norm_over_vocab(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     return _pg(_logp(F.layer_norm(z, z.shape[-1:]), ids[:, 1:]), mask, adv)
@@ -1134,7 +1134,7 @@ def one_row_scattered(hidden, weight, ids):
     return z.logsumexp(-1).sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def one_row_one_hot(hidden, weight, ids):
     z = one_row(hidden, weight).log_softmax(-1)
     return -(z * F.one_hot(ids[:1, 1:2], z.size(-1))).sum(-1).mean()
@@ -1166,7 +1166,7 @@ def one_token_picked_out(hidden, weight, ids):
 
 
 # ---------------------------------------------------------------- rows that the model selects
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_to_keep_as_positions(hidden, weight, ids, mask, adv):
     keep = torch.arange(4, hidden.size(1) - 1)
     z = F.linear(hidden[:, keep, :], weight)
@@ -1315,14 +1315,14 @@ def statistics_that_are_trained(hidden, weight, ids):
 
 
 # ---------------------------------------------------------------- copies outside of the logits
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def written_behind_the_first_token(hidden, weight, ids, mask, adv):
     out = torch.zeros_like(mask)
     out[:, 1:] = _logp(head(hidden, weight), ids[:, 1:])
     return _pg(out[:, 1:], mask, adv) + out.sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def written_row_by_row(hidden, weight, ids):
     lp = _logp(head(hidden, weight), ids[:, 1:])
     out = lp.new_zeros(lp.size(0))
@@ -1375,7 +1375,7 @@ def copied_over_trained_values(hidden, weight, ids, value_w):
     return values.square().mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def extremes_read_as_numbers(hidden, weight, ids, mask, adv):
     z = head(hidden, weight)
     scale = 1 / (z.max().item() - z.min().item())
@@ -1383,7 +1383,7 @@ def extremes_read_as_numbers(hidden, weight, ids, mask, adv):
 
 
 # ---------------------------------------------------------------- shifted by rows of zeros
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def zeros_ahead_of_the_logits(hidden, weight, ids, mask, adv):
     z = F.linear(hidden, weight)
     first = torch.zeros(z.size(0), 1, z.size(2), dtype=z.dtype)
@@ -1419,7 +1419,7 @@ def zeros_ahead_of_logits_with_a_bias(hidden, weight, bias, ids):
     return _logp(torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1), ids).sum()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def ones_ahead_of_the_logits(hidden, weight, ids):
     z = F.linear(hidden, weight)
     return _logp(torch.cat([torch.ones_like(z[:, :1]), z[:, :-1]], dim=1), ids).sum()
@@ -1528,7 +1528,7 @@ def unlikelihood_of_earlier_tokens(hidden, weight, ids, mask):
     return _mean(-(torch.log1p(-lp.exp()) * unlike).sum(-1), mask[:, 1:]) - lp.mean()
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def an_entry_of_each_row_written_from_the_end(hidden, weight, ids, mask, adv):
     z, y = head(hidden, weight).flatten(0, 1), ids[:, 1:].flatten()
     z = z.index_put((torch.arange(len(z)), y - len(weight)), z.new_tensor(0.5))
@@ -1577,7 +1577,7 @@ def logits_with_a_bias_written_into_a_padded_batch(hidden, weight, bias, ids, ma
     return _pg(_logp(padded[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def logits_written_into_a_batch_of_ones(hidden, weight, ids, mask, adv):
     keep = mask == 1
     padded = hidden.new_ones(*mask.shape, len(weight))
@@ -1624,7 +1624,7 @@ def ranges_that_data_bounds_written_into_a_batch(hidden, weight, ids, mask, adv)
     return _pg(_logp(out[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def log_probs_of_packed_rows_written_into_a_batch(hidden, weight, ids, mask, adv):
     lp, start = F.linear(packed(hidden), weight).log_softmax(-1), 0
     out = torch.full((*ids.shape, len(weight)), -9.0, dtype=lp.dtype)
@@ -1634,14 +1634,14 @@ def log_probs_of_packed_rows_written_into_a_batch(hidden, weight, ids, mask, adv
     return _pg(out[:, :-1].gather(-1, ids[:, 1:, None])[..., 0], mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def packed_logits_by_pad_sequence(hidden, weight, ids, mask, adv):
     z = F.linear(packed(hidden), weight).split(LENGTHS)
     out = torch.nn.utils.rnn.pad_sequence(z, batch_first=True)
     return _pg(_logp(out[:, :-1], ids[:, 1:]), mask, adv)
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def packed_logits_stacked_with_zeros_behind(hidden, weight, bias, ids, mask, adv):
     z = F.linear(packed(hidden), weight, bias).tensor_split((11, 19, 29))
     out = [torch.cat([row, row.new_zeros(11 - len(row), len(weight))]) for row in z]
@@ -1790,7 +1790,7 @@ def function_of_two_values_beside_other_readers(hidden, weight, ids, mask, adv):
     return loss, {"entropy": entropy.mean(), "hits": (z.argmax(-1) == ids[:, 1:]).double().mean()}
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def function_of_each_sequence(hidden, weight, ids, mask, adv):
     rows = zip(head(hidden, weight), ids[:, 1:], strict=True)
     return _pg(torch.stack([_LogProbAndEntropy.apply(z, y, 1.0)[0] for z, y in rows]), mask, adv)
@@ -1823,7 +1823,7 @@ def function_that_filters(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv), {"kept": kept}
 
 
-@shape(APPLY)
+@shape(APPLY, seldom=True)
 def function_that_clips_the_gradient(hidden, weight, ids, mask, adv):
     return _pg(_logp(_ClippedGradient.apply(head(hidden, weight)), ids[:, 1:]), mask, adv)
 

@@ -100,7 +100,11 @@ class WrongRespelling(WrongTanh):
     applied: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
 
 
-@pytest.mark.parametrize("also", [(), ("wrong-tanh",)], ids=["alone", "beside another"])
+@pytest.mark.parametrize(
+    "also",
+    [pytest.param((), marks=pytest.mark.slow), ("wrong-tanh",)],
+    ids=["alone", "beside another"],
+)
 def test_a_wrong_normalising_pass_is_caught_and_blamed(setup, monkeypatch, also):
     """Whatever else is applied beside it is not suspected."""
     model, batch = setup

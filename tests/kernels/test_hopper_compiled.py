@@ -16,13 +16,12 @@ from tests.rows import rows
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 NAMES = ("MODE", "BIAS", "CAP", "MOMENTS", "WEIGHTED")
-#: Each mode with its flags all on: each one's code is there, and registers are few. All off, two
-#: of them are seldom compiled.
-FEW = [(module.STATISTICS, 0, 0, 0, 0), (module.GRADIENT, 0, 0, 0, 0)]
+#: Each mode with its flags all on: each one's code is there, and registers are few. All off, they
+#: are seldom compiled.
+FEW = [(mode, 0, 0, 0, 0) for mode in (module.STATISTICS, module.EXPONENTIALS, module.GRADIENT)]
 VARIANTS = [
     *FEW,
     (module.STATISTICS, 1, 1, 1, 0),
-    (module.EXPONENTIALS, 0, 0, 0, 0),
     (module.EXPONENTIALS, 1, 1, 1, 0),
     (module.GRADIENT, 1, 1, 0, 1),
 ]

@@ -25,7 +25,12 @@ SHAPES = ((4, 3, 5), (6, 8, 9), (8, 4, 7))  # sequences, prompt, completion
 
 ON_POLICY = [("grpo", {}), ("grpo", EVERYTHING), ("ppo", {})]
 ROWS = [(*case, False) for case in CASES] + [(*case, True) for case in ON_POLICY]
-SELDOM = [("grpo", {}, True)]  # as the one with everything, on-policy
+#: Of these each line is another one's, or they are captured together: the GRPO family is, where
+#: ranks share sequences (tests/compile/test_context_parallel.py).
+SELDOM = [("grpo", {}, True), ("grpo", EVERYTHING, False)]
+SELDOM += [("grpo", {"beta": 0.1, "kl_estimator": "k1"}, False)]
+SELDOM += [(name, {}, False) for name in ("bnpo", "cispo", "dapo", "dr_grpo", "gspo", "luspo")]
+SELDOM += [(name, {}, False) for name in ("ppo", "sapo")]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dpo"])

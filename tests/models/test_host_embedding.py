@@ -24,7 +24,9 @@ def model_of(kind):
     return adapted(load_model(f"tiny:{kind}:{SIZE}", "fp64")[0])
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])  # gemma3 scales what it has looked up
+@pytest.mark.parametrize(
+    "kind", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"]
+)  # which scales what it has looked up
 def test_a_step_has_the_numbers_of_a_table_on_the_gpu(kind):
     twin, model = model_of(kind), offload_embeddings(model_of(kind))
     table = model.get_input_embeddings()

@@ -42,7 +42,9 @@ def in_full(model, twin):
     return twin
 
 
-@pytest.mark.parametrize(("format", "tie"), [("fp8", 0), ("nf4", 1)])
+@pytest.mark.parametrize(
+    ("format", "tie"), [pytest.param("fp8", 0, marks=pytest.mark.slow), ("nf4", 1)]
+)
 def test_a_step_over_quantised_ends(format, tie):
     """The loss head as it is written, fused, and by tiles; scored with the bits of training."""
     pytest.importorskip("peft")

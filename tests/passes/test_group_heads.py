@@ -239,7 +239,8 @@ def logits_loss(model, batch):
 @pytest.mark.parametrize(
     ("kind", "adapters", "site"),
     [
-        ("qwen3", True, "0:base_model.model.model.layers.0"),  # grouped queries, norms, RoPE
+        # grouped queries, norms, RoPE, all of which Gemma has, too
+        pytest.param("qwen3", True, "0:base_model.model.model.layers.0", marks=pytest.mark.slow),
         ("qwen2", False, "0:model.layers.0"),  # biases, all trained
         ("gemma3", True, "0:base_model.model.model.layers.0"),  # a window's mask
     ],
@@ -289,7 +290,9 @@ def test_bf16_is_no_further_from_the_truth_than_eager():
 
 
 # ---------------------------------------------------------------------------- what it is for
-@pytest.mark.parametrize(("cut", "forwards"), [("attention", 1), ("inputs", 3)])
+@pytest.mark.parametrize(
+    ("cut", "forwards"), [pytest.param("attention", 1, marks=pytest.mark.slow), ("inputs", 3)]
+)
 def test_what_attention_returned_is_kept_by_groups(cut, forwards):
     """As in a layer whose heads run together: as many bytes, and attention runs no second time."""
     model, batch, kept = make_stack(2, heads=4), fixed(ids_batch(4, 16)), {}

@@ -88,7 +88,10 @@ RESTART = torch.cat([torch.arange(4), torch.arange(5)]).expand(3, -1)
 
 @pytest.mark.parametrize(
     ("given", "checkpointed"),
-    [({"attention_mask": PADDED}, False), ({"position_ids": RESTART}, True)],
+    [
+        pytest.param({"attention_mask": PADDED}, False, marks=pytest.mark.slow),
+        ({"position_ids": RESTART}, True),
+    ],
 )
 def test_no_dense_mask_where_it_is_computed(given: Any, checkpointed: bool) -> None:
     """Inside the layers' regions; blocks are found once, and groups of queries share their keys."""
@@ -114,7 +117,7 @@ def test_no_dense_mask_where_it_is_computed(given: Any, checkpointed: bool) -> N
     assert query.shape[1] > key.shape[1]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_checkpointing_switched_on_by_the_user_is_taken_over(reentrant: bool) -> None:
     """One graph, the head fused, only layer inputs saved, no mask: hooks and flags put back."""
     pytest.importorskip("peft")

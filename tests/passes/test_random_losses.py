@@ -54,8 +54,11 @@ def assert_equal_runs(gm, rewritten, inputs):
         )
 
 
-# The first ones hold every op of the grammar, and most of them twice.
-@pytest.mark.parametrize("index", rows(range(75), seldom=range(26, 75)))
+# Of the first ones these hold every op of the grammar.
+SELDOM = (10, 12, 19, 22, 23, 24, *range(26, 75))
+
+
+@pytest.mark.parametrize("index", rows(range(75), SELDOM))
 def test_rewritten_equals_eager(index):
     gm, (passes, dynamic) = losses()[index], WAYS[index % len(WAYS)]
     result = rewrite(gm, passes, dynamic=dynamic)
@@ -74,9 +77,14 @@ def test_frozen_heads_equal_eager():
     assert min(made["vectors"], made["inputs"]) >= 3, made
 
 
-@pytest.mark.parametrize("seed", rows([1, 2], seldom=[2]))
-@pytest.mark.parametrize("mix", sorted(MIXES))
-def test_mixing_tokens_is_refused(mix, seed):
+MIXED = [(mix, seed) for mix in sorted(MIXES) for seed in (1, 2)]
+#: Some in one loss; every way is refused alone, below.
+OFTEN = [("cumsum", 1), ("matmul", 1), ("roll", 1), ("softmax", 1)]
+
+
+@pytest.mark.parametrize("case", rows(MIXED, [case for case in MIXED if case not in OFTEN]))
+def test_mixing_tokens_is_refused(case):
+    mix, seed = case
     gm = draw_loss(drawer(f"{mix} {seed}"), mix)
     result = rewrite(gm, CHUNK, dynamic=False)
     missed = result.report.of_kind(RemarkKind.MISSED)

@@ -85,7 +85,11 @@ def test_nothing_is_outlined_no_remark():
 
 
 @pytest.mark.parametrize(
-    "cuts", rows([("products",) * 2, ("inputs", "products"), ("inputs",) * 2], [("inputs",) * 2])
+    "cuts",
+    rows(
+        [("products",) * 2, ("inputs", "products"), ("inputs",) * 2],
+        [("products",) * 2, ("inputs",) * 2],
+    ),
 )
 def test_every_plan_gives_the_same_numbers(cuts):
     model = make_stack(2)
@@ -222,7 +226,7 @@ class Fresh(Block):
         return x * self.shift + out
 
 
-@pytest.mark.parametrize("kind", rows([Normed, InPlace, Given, Fresh], [InPlace, Given]))
+@pytest.mark.parametrize("kind", rows([Normed, InPlace, Given, Fresh], [Normed, InPlace, Given]))
 def test_a_layer_that_writes_runs_again_with_what_it_read(kind):
     models = make_stack(4, block=kind), make_stack(4, block=kind)
     models[1].load_state_dict(models[0].state_dict())

@@ -43,7 +43,11 @@ CUTS = ("products", "fewest", "attention", "inputs")
 WALK = [CUTS[i] for i in (0, 0, 1, 1, 2, 2, 3, 3, 0, 2, 0, 3, 1, 3, 2, 1, 0)]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["open", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointed",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["open", "checkpointed"],
+)
 def test_any_choice_for_any_layer_has_eagers_numbers(checkpointed):
     """Also that it keeps what it says: attention runs twice only where inputs alone are kept."""
     assert {*itertools.pairwise(WALK)} == {*itertools.product(CUTS, repeat=2)}
@@ -75,7 +79,7 @@ def on_gpu(cut):
     return held_in(cut, [("gpu", "gpu")] * 3)
 
 
-@pytest.mark.parametrize("cut", rows(CUTS, ["products", "attention"]))
+@pytest.mark.parametrize("cut", rows(CUTS, ["products", "attention", "fewest"]))
 def test_what_waits_on_the_host_comes_back_bit_for_bit(cut):
     """Of three layers one has its inputs there, one the rest, one both."""
     loss, grads, size, moved = on_gpu(cut)
@@ -115,7 +119,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rows(LAYOUTS, ["mask T-1, ids T"]))
+@pytest.mark.parametrize(
+    "name", rows(LAYOUTS, ["mask T-1, ids T", "ids T, mask T-1", "ids T+1, mask T", "halves"])
+)
 def test_layers_of_any_batch_layout(name):
     """Sizes such as ``T - 1`` may be the only ones in the batch that are plain symbols."""
     loss, fields = LAYOUTS[name]
@@ -148,7 +154,9 @@ def test_frozen_weights_and_embeddings_share_bodies_and_get_no_gradient():
     assert len(step.captures[0].kernels) == 1
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize(
+    "checkpointed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["keep", "recompute"]
+)
 def test_dropout_draws_what_eager_draws(checkpointed):
     model = make_stack(2, dropout=0.5, checkpointed=checkpointed)
     step = fxrl.optimize(model, square_loss, ONLY)

@@ -130,14 +130,16 @@ class NoIds(nn.Module):
 @pytest.mark.parametrize(
     ("loss_fn", "ranks", "reason"),
     [
-        (mean_pool, 2, "mean runs over the tokens"),
+        pytest.param(mean_pool, 2, "mean runs over the tokens", marks=pytest.mark.slow),
         (last_token, 2, "one token of each sequence is picked"),
         (neighbours, 2, "sub.Tensor combines different tokens"),
-        (convolved, 2, "convolution.default may mix the tokens"),
+        pytest.param(
+            convolved, 2, "convolution.default may mix the tokens", marks=pytest.mark.slow
+        ),
         (dropped, 2, "draws random numbers"),
         (reversed_tokens, 2, "flip.default runs over the tokens"),
         (by_products, 2, "a product pairs tokens with tokens"),
-        (chosen_rows, 2, "index.Tensor may mix the tokens"),
+        pytest.param(chosen_rows, 2, "index.Tensor may mix the tokens", marks=pytest.mark.slow),
         (everything, 2, "values as wide as this leave the traced code"),
         (joined, 2, "cat.default runs over the tokens"),
         (classes, 3, "4 query heads do not divide among 3 ranks"),

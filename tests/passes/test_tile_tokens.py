@@ -157,6 +157,7 @@ def test_tiles_of_any_size():
         assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
 
 
+@pytest.mark.slow  # as groups of heads, whose layers are in tiles, too, in test_group_heads.py
 def test_compiled():
     model = make_stack(2, checkpointed=True).float()
     plan = Plan({f"0:blocks.{i}": CutLayer("attention", tile_tokens=4) for i in range(2)})

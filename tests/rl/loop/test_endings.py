@@ -52,16 +52,40 @@ def events(capsys, kind):
 @pytest.mark.parametrize(
     ("behaviour", "code", "says", "how"),
     [
-        ("sys.exit(0)", 1, "reward 'even' raised SystemExit(0) at behaving.py:10", ()),
+        pytest.param(
+            "sys.exit(0)",
+            1,
+            "reward 'even' raised SystemExit(0) at behaving.py:10",
+            (),
+            marks=pytest.mark.slow,
+        ),
         ("sys.exit(3)", 1, "raised SystemExit(3) at behaving.py:10", ("reward.timeout_s=20",)),
         ("os.strerror('x')", 1, "TypeError(", ("reward.per_group=true",)),
-        ("raise asyncio.CancelledError", 1, "CancelledError() at behaving.py:10", ()),
+        pytest.param(
+            "raise asyncio.CancelledError",
+            1,
+            "CancelledError() at behaving.py:10",
+            (),
+            marks=pytest.mark.slow,
+        ),
         ("raise Broken", 1, "<Broken, whose repr raises ZeroDivisionError> at behaving.py:10", ()),
         ("raise KeyboardInterrupt", 130, "interrupted\nstep 3 failed", ()),
         ("values[0] = 10**5000", 1, "for completion 0; return a finite float", ()),
-        ("values[0] = 1e300", 1, "1e+300 for completion 0; return a finite float of at most", ()),
+        pytest.param(
+            "values[0] = 1e300",
+            1,
+            "1e+300 for completion 0; return a finite float of at most",
+            (),
+            marks=pytest.mark.slow,
+        ),
         ("values = None", 1, "returned NoneType; it must return a list", ()),
-        ("values = [torch.ones(2)] * 8", 1, "tensor([1., 1.]) for completion 0", ()),
+        pytest.param(
+            "values = [torch.ones(2)] * 8",
+            1,
+            "tensor([1., 1.]) for completion 0",
+            (),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_reward_that_ends_the_run(behaving, capsys, behaviour, code, says, how):
@@ -147,16 +171,26 @@ def train_with_loss(file, behaviour, *overrides):
 @pytest.mark.parametrize(
     ("behaviour", "says"),
     [
-        ("[][3]", "raised IndexError('list index out of range') at behaving_loss.py:9"),
+        pytest.param(
+            "[][3]",
+            "raised IndexError('list index out of range') at behaving_loss.py:9",
+            marks=pytest.mark.slow,
+        ),
         ("sys.exit(0)", "raised SystemExit(0) at behaving_loss.py:9"),
         ("return None", "returned None; return a tensor with one real number"),
-        ("return model.training", "returned True; return a tensor"),
+        pytest.param(
+            "return model.training", "returned True; return a tensor", marks=pytest.mark.slow
+        ),
         (
             "return value.expand(3), metrics",
             "returned a torch.float32 tensor [3]; return a tensor with one",
         ),
         ("return value.detach()", "returned a loss without a gradient"),
-        ("torch.set_grad_enabled(False); return value * 2", "returned a loss without a gradient"),
+        pytest.param(
+            "torch.set_grad_enabled(False); return value * 2",
+            "returned a loss without a gradient",
+            marks=pytest.mark.slow,
+        ),
         ("return value, [1.0]", "returned [1.0] as metrics; return a dict"),
         (
             "metrics['wide'] = torch.ones(2)",
@@ -170,7 +204,11 @@ def train_with_loss(file, behaviour, *overrides):
             "metrics['step'] = 7",
             "returned a metric named 'step'; take a text that metrics.jsonl does",
         ),
-        ("metrics['time/train'] = 7", "returned a metric named 'time/train'"),
+        pytest.param(
+            "metrics['time/train'] = 7",
+            "returned a metric named 'time/train'",
+            marks=pytest.mark.slow,
+        ),
         ("metrics[3] = 7", "returned a metric named 3"),
     ],
 )

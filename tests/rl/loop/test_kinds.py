@@ -21,6 +21,7 @@ from tests.capture.mixer import assert_matches_eager, fixed
 from tests.forked import need_autograd_in_forks
 from tests.rl.loop.rank_cases import group
 from tests.rl.metrics import numbers
+from tests.rows import rows
 
 TINY = "tiny:llama:layers=1,hidden=32,heads=2,kv_heads=1"
 WORDS = ("one", "two or three", "no", "four, five and six", "all", "none at all", "yes", "who?")
@@ -63,7 +64,8 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+#: What a run does with a kind it does with another, too: pairs, single rows, a teacher.
+@pytest.mark.parametrize("kind", rows(KINDS, ["sft", "kto", "reward_model"]))
 def test_a_resumed_run_is_an_unbroken_one(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = Trainer(config=tables(kind, run_dir="whole")).train()
@@ -81,7 +83,7 @@ def test_a_resumed_run_is_an_unbroken_one(kind, tmp_path, monkeypatch):
     assert "held-out loss" in Path("whole/run.html").read_text()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rows(KINDS, ["sft", "reward_model"]))
 def test_micro_batches_change_no_number(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = {"id": TINY, "dtype": "float64", "lora": {"r": 4}}
@@ -121,7 +123,10 @@ def test_all_weights_have_a_frozen_reference(tmp_path, monkeypatch):
         assert margins[1] != 0
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("dpo", {"r": 4}), ("dpo", None), ("kto", {"r": 4})])
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [pytest.param("dpo", {"r": 4}, marks=pytest.mark.slow), ("dpo", None), ("kto", {"r": 4})],
+)
 def test_a_reference_that_is_asked_beforehand(kind, lora, tmp_path, monkeypatch):
     """The numbers of one that is asked in each step; a resumed run has those of the file."""
     monkeypatch.chdir(tmp_path)
@@ -269,7 +274,7 @@ def test_distilling_under_a_frozen_head_is_eager(beta):
         assert [kernels.region.cut for kernels in capture.kernels.values()] == [cut]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rows(KINDS, ["sft", "kto"]))
 def test_the_optimized_step_is_eager(kind):
     """Loss, metrics and gradients in float64, with the head rewritten and no row left out."""
     scores = kind == "reward_model"
