@@ -21,6 +21,7 @@ from fxrl.passes.factor_masks import FactorMasks
 from fxrl.passes.fold_broadcast_products import FoldBroadcastProducts
 from fxrl.passes.fp8_lora import Fp8Lora
 from fxrl.passes.fuse_linear_logprob import FuseLinearLogprob
+from fxrl.passes.gather_by_inverse import GatherByInverse
 from fxrl.passes.group_heads import GroupHeads
 from fxrl.passes.group_queries import GroupQueries
 from fxrl.passes.inline_layers import InlineLayers
@@ -82,7 +83,9 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
 
 #: Over the joint graph of a region's body, whose gradients are values like others; and, when the
 #: region's cut has made two graphs of it, over each.
-JOINT_PIPELINE = Pipeline((EliminateNoops(differentiated=True), StackAdapterProducts()))
+JOINT_PIPELINE = Pipeline(
+    (EliminateNoops(differentiated=True), GatherByInverse(), StackAdapterProducts())
+)
 #: Behind the first, where the device has a kernel that adds (``fxrl.ops.fp8.adds_adapters``).
 ADDING_PIPELINE = Pipeline((AddAdapterProducts(),))
 HALF_PIPELINE = Pipeline((MergeAdapterProducts(),))

@@ -1,0 +1,163 @@
+"""Gradients of rows that a permutation took are taken by its inverse. The algebra is exact.
+
+    %o = sort(%x)[1]                                    a permutation; or the inverse of one
+    %g = index_put(zeros, [%o], %v, accumulate)         the gradient of x[o]
+becomes
+    %g = index(%v, [inverse(%o)])
+
+    %g = index_put(zeros, [%o // k], %v, accumulate)    the gradient of x[o // k]
+becomes
+    %g = sum(view(index(%v, [inverse(%o)]), [n, k, ...]), 1)
+
+A mixture of experts sorts its tokens by expert, each as often as experts chose it, and puts them
+back. Nothing tells autograd that an index names each row once: it fills a tensor with zeros, sorts
+the index again and adds. Having been sorted says so. The rows are then read where they are needed,
+by the kernel that needs them, and those of one token are summed in one order, in fp32.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import fx
+
+from fxrl.analysis.constants import filled_with
+from fxrl.ir.build import Builder
+from fxrl.ir.graph import COPIES, as_node, bound, is_call, shape_of, val_of
+from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
+from fxrl.ir.plan import Choice
+from fxrl.ir.sizes import SizeTable
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_PUTS = (
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten._index_put_impl.default,  # ``compile.bodies.trace`` has it in bf16
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PermutedRows(Site):
+    """Rows that are added to those that a permutation names, or that its numbers // times do."""
+
+    order: fx.Node  # the permutation
+    times: int  # how often each row is named
+
+
+@dataclass(frozen=True)
+class GatherByInverse(Normalisation[PermutedRows]):
+    """Rows that are put where a permutation says are taken from where its inverse does."""
+
+    name: ClassVar[str] = "gather-by-inverse"
+    stage: ClassVar[Stage] = Stage.CLEAN
+
+    def match(self, gm: fx.GraphModule) -> Iterator[PermutedRows]:
+        for target in _PUTS:
+            for put in gm.graph.find_nodes(op="call_function", target=target):
+                if (found := _permuted(put)) is not None:
+                    yield PermutedRows(put, 0, *found)
+
+    def rewrite(self, gm: fx.GraphModule, site: PermutedRows, choice: Choice) -> Applied:
+        put, sizes = site.anchor, SizeTable(gm.graph)
+        with Builder(gm.graph).before(put) as build:
+            rows = build.call(
+                aten.index.Tensor, as_node(put.args[2]), [_inverse(build, site.order)]
+            )
+            if site.times > 1:
+                one, *rest = (sizes.arg(size, at=put) for size in shape_of(put))
+                rows = build.call(aten.view.default, rows, [one, site.times, *rest])
+                rows = build.call(aten.sum.dim_IntList, rows, [1])
+        put.replace_all_uses_with(rows)
+        return Applied("rows that a permutation took are taken back by its inverse")
+
+
+def _permuted(put: fx.Node) -> tuple[fx.Node, int] | None:
+    """The permutation by which a call adds rows to zeros, and how often it names each."""
+    zeros, places, rows, *accumulate = put.args
+    if accumulate[:1] != [True] or filled_with(zeros) != 0 or len(cast(list[Any], places)) != 1:
+        return None
+    order, times = _read(as_node(cast(list[Any], places)[0])), 1
+    if is_call(order, aten.div.Tensor_mode, aten.floor_divide.default):
+        given = bound(order)
+        if given.get("rounding_mode", "floor") != "floor" or not isinstance(given["other"], int):
+            return None
+        order, times = _read(given["self"]), given["other"]
+    if times < 1 or not _is_permutation(order):
+        return None
+    (one, *rest), (many, *wide) = shape_of(put), shape_of(as_node(rows))
+    same = [(many, times * one), (many, shape_of(order)[0]), *zip(wide, rest, strict=True)]
+    return (order, times) if all(str(a) == str(b) for a, b in same) else None
+
+
+def _read(index: fx.Node) -> fx.Node:
+    """The value that an index has its numbers from, in their order."""
+    keeps = (*COPIES, *_FLAT, prims.convert_element_type.default)
+    while is_call(index, *keeps) and val_of(as_node(index.args[0])).dim() == 1:
+        index = as_node(index.args[0])
+    return index
+
+
+_FLAT = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+# ---------------------------------------------------------------------------- permutations
+def _is_permutation(order: fx.Node) -> bool:
+    """Whether an index is known to name each row once."""
+    return val_of(order).dim() == 1 and (
+        _sorted(order) is not None
+        or _inverted(order) is not None
+        or is_call(order, aten.randperm.default)
+    )
+
+
+def _sorted(order: fx.Node) -> fx.Node | None:
+    """What ``order`` is the places of, in the order of their values."""
+    sort = order.args[0] if is_call(order, operator.getitem) and order.args[1] == 1 else None
+    return as_node(sort.args[0]) if is_call(sort, aten.sort.default, aten.sort.stable) else None
+
+
+def _inverted(order: fx.Node) -> fx.Node | None:
+    """The permutation whose inverse ``order`` was made to be: ``order[other] = arange(n)``."""
+    if is_call(order, aten.index_put.default) and len(order.args) == 3:
+        _, (other, *more), numbers = cast(tuple[Any, list[fx.Node], fx.Node], order.args)
+    elif is_call(order, aten.scatter.src):
+        _, dim, other, numbers = cast(tuple[Any, int, fx.Node, fx.Node], order.args)
+        more = [] if dim in (0, -1) else [other]
+    else:
+        return None
+    other = _read(other)
+    whole = str(shape_of(other)) == str(shape_of(order)) == str(shape_of(numbers))
+    return other if not more and whole and _counts(numbers) and _is_permutation(other) else None
+
+
+def _counts(numbers: fx.Node) -> bool:
+    """Whether ``numbers`` are 0, 1, 2, ..."""
+    given = _read(numbers)
+    if is_call(given, aten.arange.default):
+        return True
+    ranges = (prims.iota.default, aten.arange.start, aten.arange.start_step)
+    named = bound(given) if is_call(given, *ranges) else {"start": None}
+    return named["start"] == 0 and named.get("step", 1) == 1
+
+
+def _inverse(build: Builder, order: fx.Node) -> fx.Node:
+    """The inverse of a permutation: the one that the graph has, if it has one."""
+    if (other := _inverted(order)) is not None:
+        return other
+    of = _sorted(order)
+    if of is not None and _is_permutation(_read(of)):
+        return _read(of)
+    for user in order.users:
+        for made in (user, *(item for item in user.users if _sorted(item) is order)):
+            if _inverted(made) is order or _sorted(made) is order:
+                return made
+    val = val_of(order)
+    kind = {"dtype": torch.int64, "device": val.device, "requires_grad": False}
+    size = SizeTable(build.graph).arg(val.shape[0], at=order)
+    numbers = build.call(prims.iota.default, size, start=0, step=1, **kind)
+    return build.call(aten.scatter.src, numbers, 0, order, numbers)
