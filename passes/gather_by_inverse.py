@@ -83,7 +83,7 @@ def _permuted(put: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     order, times = _read(as_node(cast(list[Any], places)[0])), 1
     if is_call(order, aten.div.Tensor_mode, aten.floor_divide.default):
-        given = bound(order)
+        given: dict[str, Any] = bound(order)
         if given.get("rounding_mode", "floor") != "floor" or not isinstance(given["other"], int):
             return None
         order, times = _read(given["self"]), given["other"]
@@ -96,43 +96,55 @@ def _permuted(put: fx.Node) -> tuple[fx.Node, int] | None:
 
 def _read(index: fx.Node) -> fx.Node:
     """The value that an index has its numbers from, in their order."""
-    keeps = (*COPIES, *_FLAT, prims.convert_element_type.default)
-    while is_call(index, *keeps) and val_of(as_node(index.args[0])).dim() == 1:
-        index = as_node(index.args[0])
+    while is_call(index, *_KEEP_NUMBERS) and _is_index(source := as_node(index.args[0])):
+        index = source
     return index
 
 
-_FLAT = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_KEEP_NUMBERS = (
+    *(*COPIES, aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    prims.convert_element_type.default,
+)
+
+
+def _is_index(node: fx.Node) -> bool:
+    """Whether its entries name rows: uint8 is a mask, and fewer bits hold no number of a row."""
+    return val_of(node).dim() == 1 and val_of(node).dtype in (torch.int32, torch.int64)
 
 
 # ---------------------------------------------------------------------------- permutations
 def _is_permutation(order: fx.Node) -> bool:
     """Whether an index is known to name each row once."""
-    return val_of(order).dim() == 1 and (
-        _sorted(order) is not None
-        or _inverted(order) is not None
-        or is_call(order, aten.randperm.default)
-    )
+    made = _sorted(order) is not None or _inverted(order) is not None
+    return _is_index(order) and (made or is_call(order, aten.randperm.default))
 
 
 def _sorted(order: fx.Node) -> fx.Node | None:
-    """What ``order`` is the places of, in the order of their values."""
+    """The call whose places ``order`` is."""
     sort = order.args[0] if is_call(order, operator.getitem) and order.args[1] == 1 else None
-    return as_node(sort.args[0]) if is_call(sort, aten.sort.default, aten.sort.stable) else None
+    return as_node(sort) if is_call(sort, aten.sort.default, aten.sort.stable) else None
 
 
 def _inverted(order: fx.Node) -> fx.Node | None:
-    """The permutation whose inverse ``order`` was made to be: ``order[other] = arange(n)``."""
-    if is_call(order, aten.index_put.default) and len(order.args) == 3:
-        _, (other, *more), numbers = cast(tuple[Any, list[fx.Node], fx.Node], order.args)
-    elif is_call(order, aten.scatter.src):
-        _, dim, other, numbers = cast(tuple[Any, int, fx.Node, fx.Node], order.args)
-        more = [] if dim in (0, -1) else [other]
-    else:
+    """The permutation whose inverse ``order`` is: ``order[other] = arange(n)``, or its places in
+    ascending order."""
+    if (sort := _sorted(order)) is not None:
+        given = bound(sort)
+        other = _read(given["self"])
+        return other if not given["descending"] and _is_permutation(other) else None
+    if not is_call(order, aten.index_put.default, aten.scatter.src):
+        return None
+    given = bound(order)
+    (other, *more), numbers = (
+        (given["indices"], given["values"])
+        if "indices" in given
+        else ([given["index"]], given["src"])
+    )
+    if more or given.get("accumulate"):
         return None
     other = _read(other)
     whole = str(shape_of(other)) == str(shape_of(order)) == str(shape_of(numbers))
-    return other if not more and whole and _counts(numbers) and _is_permutation(other) else None
+    return other if whole and _counts(numbers) and _is_permutation(other) else None
 
 
 def _counts(numbers: fx.Node) -> bool:
@@ -149,12 +161,9 @@ def _inverse(build: Builder, order: fx.Node) -> fx.Node:
     """The inverse of a permutation: the one that the graph has, if it has one."""
     if (other := _inverted(order)) is not None:
         return other
-    of = _sorted(order)
-    if of is not None and _is_permutation(_read(of)):
-        return _read(of)
     for user in order.users:
-        for made in (user, *(item for item in user.users if _sorted(item) is order)):
-            if _inverted(made) is order or _sorted(made) is order:
+        for made in (user, *user.users):
+            if _inverted(made) is order:
                 return made
     val = val_of(order)
     kind = {"dtype": torch.int64, "device": val.device, "requires_grad": False}

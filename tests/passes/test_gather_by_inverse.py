@@ -76,6 +76,8 @@ return %sum_dim_int_list""",
         put_back,
         scattered,
         lambda scores: scores.argsort().argsort(),
+        lambda scores: scores.argsort().argsort(descending=True),
+        lambda scores: scores.argsort().to(torch.int8).argsort(),
         lambda scores: scores.sort(stable=True, descending=True).indices.int(),
         lambda scores: torch.div(scores.argsort(), 1, rounding_mode="floor"),
     ],
@@ -95,6 +97,12 @@ def test_orders_that_are_permutations(pick):
         (lambda scores: scores.view(4, 3).argsort(1).flatten(), 12),
         (lambda scores: scores.argsort()[:, None].expand(12, 3).select(1, 0) // 2, 7),
         (lambda scores: (scores > 0).long(), 12),
+        (
+            lambda scores: (
+                put_back(scores).index_put([scores.argsort()], torch.arange(12), True) // 2
+            ),
+            12,
+        ),
     ],
 )
 def test_others_are_added(pick, rows):
