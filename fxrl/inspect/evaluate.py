@@ -60,7 +60,7 @@ class Precision:
 def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: Any) -> Outcome:
     """Loss, metrics and gradients of ``step(batch)``; everything it touches is put back.
 
-    The step returns a scalar loss or ``(loss, {"name": value})``. Gradients are taken for
+    What the step returns is split by ``split_result``. Gradients are taken for
     ``params`` and for the batch's tensors that require them, on detached leaves, so that nothing
     flows into a graph that they may belong to. The model's buffers, gradients and training flags
     are restored.
@@ -96,15 +96,46 @@ def evaluate(step: Step, model: nn.Module, params: Mapping[str, Tensor], batch: 
 
 
 def split_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """``loss`` or ``(loss, {"name": value})`` as a pair."""
-    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
+    """The loss that a step returned, and the other values by name.
+
+    The loss is the result itself, the first of a tuple, or what a mapping or an object (a model's
+    output, a dataclass) calls ``loss``. Raises ``EvaluationError`` if that is no scalar.
+    """
+    of_object = not isinstance(result, Tensor) and hasattr(result, "__dict__")
+    plain = of_object and not isinstance(result, (Mapping, tuple))
+    named = dict(_named(vars(result) if plain else result))
+    name = next((one for one in ("", "[0]", "loss") if one in named), None)
+    loss = None if name is None else named.pop(name)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(result).__name__
         raise EvaluationError(
-            f"the step returned {shown}; cure: return a scalar loss tensor or "
-            '(loss, {"name": tensor})'
+            f"the step returned {shown}; cure: return a scalar loss tensor, "
+            '(loss, {"name": tensor}), or one called loss'
         )
-    return loss, {str(name): torch.as_tensor(value) for name, value in metrics.items()}
+    numbers = (Tensor, bool, int, float)
+    found = {name: one for name, one in named.items() if isinstance(one, numbers)}
+    return loss, {name: torch.as_tensor(value) for name, value in found.items()}
+
+
+def _named(result: Any) -> Iterator[tuple[str, Any]]:
+    """All that a result holds, by its place: names of mappings joined by dots, ``[1]`` for a place
+    in a tuple. Metrics beside a loss go by their own."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        yield "[0]", result[0]
+        yield from _named(result[1])
+        return
+    inside: Any = ()
+    if isinstance(result, Mapping):
+        inside = ((str(name), value) for name, value in result.items())
+    elif isinstance(result, tuple) and hasattr(result, "_asdict"):
+        inside = result._asdict().items()
+    elif isinstance(result, (tuple, list)):
+        inside = ((f"[{place}]", value) for place, value in enumerate(result))
+    else:
+        yield "", result
+    for name, value in inside:
+        for rest, one in _named(value):
+            yield f"{name}.{rest}".removesuffix("."), one
 
 
 @contextmanager

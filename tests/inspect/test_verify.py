@@ -3,7 +3,9 @@
 import json
 import math
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -320,7 +322,44 @@ def test_eager_that_fails():
         verify(*make(), loss_fn, fails)
 
 
-@pytest.mark.parametrize("result", [torch.ones(3), 1.0, (torch.ones(()), [1]), None])
+@dataclass
+class Output:
+    loss: torch.Tensor
+    kl: torch.Tensor
+
+
+class Both(NamedTuple):
+    loss: torch.Tensor
+    kl: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("returned", "name"),
+    [
+        (lambda loss, kl: {"loss": loss, "kl": kl, "kind": "grpo"}, "kl"),
+        (lambda loss, kl: {"loss": loss, "parts": {"kl": [kl, 3]}}, "parts.kl.[0]"),
+        (Output, "kl"),
+        (Both, "kl"),
+        (lambda loss, kl: (loss, "grpo", kl), "[2]"),
+        (lambda loss, kl: (loss, {"kl": kl}), "kl"),
+    ],
+)
+def test_what_a_loss_may_return(returned, name):
+    """The number that is called loss, or comes first; what else there is is compared, too."""
+
+    def loss_by(right):
+        def either(model, batch):
+            loss, metrics = loss_fn(model, batch)
+            return returned(loss, right * metrics["logp"])
+
+        return either
+
+    for wrong in (1.0, 1.001):
+        report = verify(*make(), loss_by(wrong), loss_by(1.0))
+        assert [r.name for r in report.failed] == [name] * (wrong > 1)
+
+
+@pytest.mark.parametrize("result", [torch.ones(3), 1.0, {"logits": torch.ones(())}, None])
 def test_no_scalar_loss(result):
     with pytest.raises(EvaluationError, match="cure: return a scalar loss"):
         verify(*make(), loss_fn, lambda model, batch: result)
