@@ -3,7 +3,7 @@
 import gc
 import random
 import weakref
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -221,6 +221,57 @@ class Constant(Layer):
     def forward(self, x, bias=None, seen=None):
         x = super().forward(x)
         return x + F.linear(x, Scaled.apply(self.a, self.b, torch.tensor(0.5)))
+
+
+class Sharing(Layer):
+    """A layer that is given what is shared, and does with it what it is told."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.does = "nothing"
+
+    def forward(self, x, shared):
+        if self.does == "stores":
+            shared["kv"] = self.out(x)
+        elif self.does == "reads":
+            x = x + shared["kv"]
+        elif self.does == "counts":
+            shared["n"] = shared.get("n", 0) + 1
+            x = x * shared["n"]
+        elif self.does == "hands on":
+            x = x + shared.get("kv", 0.5)
+            shared["kv"] = x.sin()
+        return super().forward(x)
+
+
+class Shared(Model):
+    """As Gemma's from 3n on: some layers make keys and values for those behind them."""
+
+    def body(self, x):
+        shared = UserDict()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x + shared.get("kv", 0.0) * shared.get("n", 1)
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (["nothing"] * 2 + ["stores"] + ["reads"] * 3, "5 layers were captured as 2"),
+        (["stores"] + ["reads"] * 2 + ["stores"] + ["reads"] * 2, ""),
+        (["counts"] * 4, ""),
+        (["hands on"] * 4, ""),
+        (["stores"] * 3, ""),
+    ],
+    ids=lambda does: does if isinstance(does, str) else ", ".join(does),
+)
+def test_layers_that_share_what_some_make(does, said):
+    model = make(Sharing, Shared, depth=len(does))
+    for layer, what in zip(model.layers, does, strict=True):
+        layer.does = what
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == said
 
 
 def compiled(kind=Layer, depth=4):

@@ -19,7 +19,7 @@ import operator
 import os
 import sys
 from abc import ABCMeta, get_cache_token
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -482,13 +482,14 @@ def _around_forward(layer: Any) -> tuple[bool, bool]:
 
 
 def _keeps_cache(args: Any, kwargs: dict[str, Any], checkpointed: bool) -> bool:
-    """Whether a layer is given a cache; under a checkpoint, whether it is told to keep one, too."""
+    """Whether a layer is given a cache, or another object that is told by what it maps; under a
+    checkpoint, whether it is told to keep a cache, too."""
     values = {name: value.realize() for name, value in kwargs.items()}
     told = values.get("use_cache") if checkpointed else None
     asked = told is not None and (not told.is_python_constant() or told.as_python_constant())
     given = (*(value.realize() for value in args), *values.values())
     objects = (one.value for one in given if isinstance(one, UserDefinedObjectVariable))
-    return asked or any(isinstance(value, kind_of_cache()) for value in objects)
+    return asked or any(isinstance(value, (kind_of_cache(), UserDict)) for value in objects)
 
 
 def _is_traced(generator: object) -> bool:
