@@ -223,6 +223,67 @@ class Constant(Layer):
         return x + F.linear(x, Scaled.apply(self.a, self.b, torch.tensor(0.5)))
 
 
+class Handed(Layer):
+    def forward(self, x, turned):
+        return super().forward(turned(x))
+
+
+class Turned(nn.Module):
+    """Of tokens by what is learned, as rotary embeddings are; it may count its calls."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.gain, self.calls = nn.Parameter(torch.rand(HIDDEN)), 0
+        self.counts = counts
+
+    def forward(self, x):
+        if self.counts:
+            self.calls += 1
+        return x * self.gain + self.calls % 2
+
+
+def reversed_dims(x):
+    return x.flip(-1)
+
+
+class Handing(Model):
+    """Hands each layer what it is to call first."""
+
+    def __init__(self, kind=Layer, depth=4):
+        super().__init__(kind, depth)
+        self.handed = []
+
+    def body(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.handed[number % len(self.handed)])
+        return x
+
+
+@pytest.mark.parametrize(
+    ("handed", "said"),
+    [
+        (lambda: [Turned()], "4 layers were captured as 1"),
+        (lambda: [reversed_dims], "4 layers were captured as 1"),
+        (lambda: [reversed_dims, torch.sin], ""),
+        (lambda: [Turned(), Turned()], ""),
+        (lambda: [Turned(counts=True)], ""),
+        (lambda: [partial(torch.mul, other=2.0)], ""),
+    ],
+)
+def test_layers_that_are_handed_what_they_call(handed, said):
+    """Of equal layers, each is handed the same one, or they are no equals."""
+    model = make(Handed, Handing)
+    model.handed = [one.double() if isinstance(one, nn.Module) else one for one in handed()]
+    model.also = nn.ModuleList(one for one in model.handed if isinstance(one, nn.Module))
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == said
+    if said:  # another one
+        model.handed = [Turned().double()]
+        model.also = nn.ModuleList(model.handed)
+        check(step, model)
+
+
 class Sharing(Layer):
     """A layer that is given what is shared, and does with it what it is told."""
 

@@ -40,10 +40,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxrl.capture._dynamo.frames import in_body
 from fxrl.capture._dynamo.later import Later, Listed
+from fxrl.capture._dynamo.objects import told_apart
 from fxrl.capture._torch import dynamo_config
 from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rounds, counted_rows
+from fxrl.capture.repeated import again, begins
 
 _JUMPS = [  # without those of Python's that Dynamo never meets: a compiler's, a debugger's
     name
@@ -326,7 +328,9 @@ def _chunk(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.split(x, 8)`` is ``x.split(8)``."""
+    """``torch.split(x, 8)`` is ``x.split(8)``; marks of layers are told by graph values."""
+    if self.value in (begins, again):
+        return _call(self, tx, [args[0], *map(told_apart, args[1:])], kwargs)
     if self.value in _MATH and len(args) == 1 and _is_read_off(args[0]):
         return _computed(tx, _MATH[self.value], args[0].realize())
     if self.value is torch.diff and _has_rows_of_data(args[0].realize()):

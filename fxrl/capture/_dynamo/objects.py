@@ -53,6 +53,8 @@ from torch._dynamo.variables import (
     UnspecializedNNModuleVariable,
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
+    UserFunctionVariable,
+    UserMethodVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -464,6 +466,33 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         token = ConstantVariable.create(layer.token)
         given = [token, TupleVariable([*args]), ConstDictVariable(named)]
         return TorchInGraphFunctionVariable(again).call_function(tx, given, {})
+
+
+def told_apart(given: Any) -> Any:
+    """Arguments of a layer, of which a graph takes no functions and no modules: these by what they
+    are, as rotary embeddings that each layer is handed.
+
+    NOTE [Why that is enough]: a body is what the first layer's call of one traced. What the call
+    read that is no argument of the layer must be an input of the whole graph, which is the same to
+    all, and what it wrote is refused, as if the layer had found the function by itself.
+    """
+    if isinstance(given, ConstDictVariable):
+        return given.clone(items={key: _who(value) for key, value in given.items.items()})
+    return given.clone(items=[_who(value) for value in given.items])
+
+
+def _who(value: Any) -> Any:
+    value = value.realize()
+    owner = value.obj.realize() if isinstance(value, UserMethodVariable) else value
+    if not isinstance(value, (UserFunctionVariable, UnspecializedNNModuleVariable)):
+        return value
+    if owner.source is None:  # made by the trace, and so may be what it closes over
+        return value
+    install_guard(owner.source.make_guard(GuardBuilder.ID_MATCH))
+    objects = [
+        vars(one)[name] for one in (value, owner) for name in ("fn", "value") if name in vars(one)
+    ]
+    return ConstantVariable.create(" ".join(str(id(one)) for one in objects))
 
 
 def _around_forward(layer: Any) -> tuple[bool, bool]:
