@@ -18,7 +18,7 @@ by the kernel that needs them, and those of one token are summed in one order, i
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -27,7 +27,7 @@ from torch import fx
 
 from fxrl.analysis.constants import filled_with
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import COPIES, as_node, bound, is_call, shape_of, val_of
+from fxrl.ir.graph import COPIES, Size, as_node, bound, is_call, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
@@ -63,12 +63,13 @@ class GatherByInverse(Normalisation[PermutedRows]):
                     yield PermutedRows(put, 0, *found)
 
     def rewrite(self, gm: fx.GraphModule, site: PermutedRows, choice: Choice) -> Applied:
-        put, sizes = site.anchor, SizeTable(gm.graph)
+        put = site.anchor
         with Builder(gm.graph).before(put) as build:
             rows = build.call(
                 aten.index.Tensor, as_node(put.args[2]), [_inverse(build, site.order)]
             )
             if site.times > 1:
+                sizes = SizeTable(gm.graph)
                 one, *rest = (sizes.arg(size, at=put) for size in shape_of(put))
                 rows = build.call(aten.view.default, rows, [one, site.times, *rest])
                 rows = build.call(aten.sum.dim_IntList, rows, [1])
@@ -89,14 +90,21 @@ def _permuted(put: fx.Node) -> tuple[fx.Node, int] | None:
         order, times = _read(given["self"]), given["other"]
     if times < 1 or not _is_permutation(order):
         return None
-    (one, *rest), (many, *wide) = shape_of(put), shape_of(as_node(rows))
-    same = [(many, times * one), (many, shape_of(order)[0]), *zip(wide, rest, strict=True)]
-    return (order, times) if all(str(a) == str(b) for a, b in same) else None
+    one, *rest = shape_of(put)
+    each = [times * one, *rest]  # of the rows: nothing is broadcast
+    whole = str(shape_of(order)[0]) == str(each[0])
+    return (order, times) if whole and _spelled(shape_of(as_node(rows))) == _spelled(each) else None
+
+
+def _spelled(shape: Sequence[Size]) -> list[str]:
+    return [*map(str, shape)]
 
 
 def _read(index: fx.Node) -> fx.Node:
     """The value that an index has its numbers from, in their order."""
-    while is_call(index, *_KEEP_NUMBERS) and _is_index(source := as_node(index.args[0])):
+    while is_call(index, *_KEEP_NUMBERS) and _is_index(index):
+        if not _is_index(source := as_node(index.args[0])):
+            break
         index = source
     return index
 
@@ -132,7 +140,7 @@ def _inverted(order: fx.Node) -> fx.Node | None:
         given = bound(sort)
         other = _read(given["self"])
         return other if not given["descending"] and _is_permutation(other) else None
-    if not is_call(order, aten.index_put.default, aten.scatter.src):
+    if not is_call(order, aten.index_put.default, aten.scatter.src) or not _is_index(order):
         return None
     given = bound(order)
     (other, *more), numbers = (
@@ -143,7 +151,7 @@ def _inverted(order: fx.Node) -> fx.Node | None:
     if more or given.get("accumulate"):
         return None
     other = _read(other)
-    whole = str(shape_of(other)) == str(shape_of(order)) == str(shape_of(numbers))
+    whole = _spelled(shape_of(other)) == _spelled(shape_of(order)) == _spelled(shape_of(numbers))
     return other if whole and _counts(numbers) and _is_permutation(other) else None
 
 

@@ -26,7 +26,6 @@ import operator
 import re
 import sys
 import types
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -165,14 +164,14 @@ class Layer:
                 named = {k: empty if isinstance(kwargs[k], kind) else kwargs[k] for k in kwargs}
                 return tuple(rest), named
 
-            return call(_as_given, original, stand_in(_EMPTY), _told(*stand_in(True)))
+            return call(_as_given, original, stand_in(_EMPTY), stand_in(True))
 
         def under_checkpoint(inner: Any) -> Any:
             checkpoint = original.__self__._gradient_checkpointing_func
             return lambda *args, **kwargs: checkpoint(partial(inner, **kwargs), *args)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            return call(under_checkpoint, original, (args, kwargs), _told(args, kwargs))
+            return call(under_checkpoint, original, (args, kwargs), (args, kwargs))
 
         def bind(another: Any) -> None:
             nonlocal original
@@ -185,14 +184,6 @@ class Layer:
             forward.checkpointed = checkpointed  # type: ignore[attr-defined]
         _BY_FORWARD[forward] = self
         return forward
-
-
-def _told(args: Any, kwargs: Any) -> Any:
-    """Arguments as a trace can name them: of an object that is a mapping, what it maps, such as the
-    keys and values that some of Gemma's layers make for others."""
-    rest = [value.data if isinstance(value, UserDict) else value for value in args]
-    named = {k: v.data if isinstance(v, UserDict) else v for k, v in kwargs.items()}
-    return tuple(rest), named
 
 
 def marked(module: nn.Module) -> Layer | None:

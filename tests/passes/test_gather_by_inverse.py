@@ -116,3 +116,32 @@ def test_rows_that_are_put_into_others_stay():
 
     _, said = rewritten_by(GatherByInverse(), function, draw(12, 3), SCORES, draw(12, 3))
     assert said == ""
+
+
+def test_an_index_of_two_dims_stays():
+    def function(x, scores, grad):
+        with torch.enable_grad():
+            live = x.detach().requires_grad_()
+            return torch.autograd.grad(live[scores.argsort().view(4, 3)], live, grad)[0]
+
+    _, said = rewritten_by(GatherByInverse(), function, draw(12, 3), SCORES, draw(4, 3, 3))
+    assert said == ""
+
+
+def test_one_number_for_all_rows_stays():
+    def function(scores, one):
+        return torch.zeros(12).double().index_put([scores.argsort()], one, accumulate=True)
+
+    _, said = rewritten_by(GatherByInverse(), function, SCORES, draw(1)[0])
+    assert said == ""
+
+
+def test_an_inverse_of_other_numbers_is_none():
+    def function(x, scores, grad):
+        order, numbers = scores.argsort(), torch.arange(12.0)
+        floats = torch.zeros(12).index_put([order], numbers)
+        return gradient(lambda _: order)(x, scores, grad), floats
+
+    gm, said = rewritten_by(GatherByInverse(), function, draw(12, 3), SCORES, draw(12, 3))
+    assert said
+    assert "aten.scatter.src" in print_graph(gm)

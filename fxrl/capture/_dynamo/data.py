@@ -330,7 +330,7 @@ def _chunk(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """``torch.split(x, 8)`` is ``x.split(8)``; marks of layers are told by graph values."""
     if self.value in (begins, again):
-        return _call(self, tx, [args[0], *map(told_apart, args[1:])], kwargs)
+        return _call(self, tx, [args[0], *(told_apart(tx, given) for given in args[1:])], kwargs)
     if self.value in _MATH and len(args) == 1 and _is_read_off(args[0]):
         return _computed(tx, _MATH[self.value], args[0].realize())
     if self.value is torch.diff and _has_rows_of_data(args[0].realize()):

@@ -468,31 +468,35 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return TorchInGraphFunctionVariable(again).call_function(tx, given, {})
 
 
-def told_apart(given: Any) -> Any:
-    """Arguments of a layer, of which a graph takes no functions and no modules: these by what they
-    are, as rotary embeddings that each layer is handed.
+def told_apart(tx: Any, given: Any) -> Any:
+    """Arguments of a layer as a graph takes them: of an object that is a mapping what it maps, such
+    as the keys and values that some of Gemma's layers make for others; functions and modules, such
+    as rotary embeddings that each layer is handed, by what they are.
 
     NOTE [Why that is enough]: a body is what the first layer's call of one traced. What the call
     read that is no argument of the layer must be an input of the whole graph, which is the same to
     all, and what it wrote is refused, as if the layer had found the function by itself.
     """
     if isinstance(given, ConstDictVariable):
-        return given.clone(items={key: _who(value) for key, value in given.items.items()})
-    return given.clone(items=[_who(value) for value in given.items])
+        return given.clone(items={key: _told(tx, value) for key, value in given.items.items()})
+    return given.clone(items=[_told(tx, value) for value in given.items])
 
 
-def _who(value: Any) -> Any:
+def _told(tx: Any, value: Any) -> Any:
     value = value.realize()
-    owner = value.obj.realize() if isinstance(value, UserMethodVariable) else value
+    if isinstance(value, UserDefinedObjectVariable) and isinstance(value.value, UserDict):
+        name = ConstantVariable.create("data")
+        return VariableTracker.build(tx, getattr).call_function(tx, [value, name], {})
     if not isinstance(value, (UserFunctionVariable, UnspecializedNNModuleVariable)):
         return value
-    if owner.source is None:  # made by the trace, and so may be what it closes over
+    parts = (value, value.obj.realize()) if isinstance(value, UserMethodVariable) else (value,)
+    owner = parts[-1]
+    known = isinstance(owner, (UserFunctionVariable, UserDefinedObjectVariable))
+    if not known or owner.source is None:  # made by the trace, and so may be what it closes over
         return value
     install_guard(owner.source.make_guard(GuardBuilder.ID_MATCH))
-    objects = [
-        vars(one)[name] for one in (value, owner) for name in ("fn", "value") if name in vars(one)
-    ]
-    return ConstantVariable.create(" ".join(str(id(one)) for one in objects))
+    held = (one.fn if isinstance(one, UserFunctionVariable) else one.value for one in parts)
+    return ConstantVariable.create(" ".join(str(id(one)) for one in held))
 
 
 def _around_forward(layer: Any) -> tuple[bool, bool]:
@@ -511,14 +515,13 @@ def _around_forward(layer: Any) -> tuple[bool, bool]:
 
 
 def _keeps_cache(args: Any, kwargs: dict[str, Any], checkpointed: bool) -> bool:
-    """Whether a layer is given a cache, or another object that is told by what it maps; under a
-    checkpoint, whether it is told to keep a cache, too."""
+    """Whether a layer is given a cache; under a checkpoint, whether it is told to keep one, too."""
     values = {name: value.realize() for name, value in kwargs.items()}
     told = values.get("use_cache") if checkpointed else None
     asked = told is not None and (not told.is_python_constant() or told.as_python_constant())
     given = (*(value.realize() for value in args), *values.values())
     objects = (one.value for one in given if isinstance(one, UserDefinedObjectVariable))
-    return asked or any(isinstance(value, (kind_of_cache(), UserDict)) for value in objects)
+    return asked or any(isinstance(value, kind_of_cache()) for value in objects)
 
 
 def _is_traced(generator: object) -> bool:
