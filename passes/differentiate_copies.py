@@ -21,7 +21,7 @@ from torch import fx
 
 from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import bound, hint, shape_of, spelled_alike, val_of
+from fxrl.ir.graph import bound, equal_shapes, hint, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
@@ -64,7 +64,7 @@ def _written(builder: Builder, copy: fx.Node) -> fx.Node:
     }
     if kind:
         value = builder.call(aten._to_copy.default, value, **kind)
-    if not spelled_alike(have.shape, wanted.shape):
+    if not equal_shapes(have.shape, wanted.shape):
         table = SizeTable(copy.graph)
         value = builder.call(aten.expand.default, value, [*map(table.arg, wanted.shape)])
     return _laid_out(builder, value, wanted)
@@ -72,7 +72,7 @@ def _written(builder: Builder, copy: fx.Node) -> fx.Node:
 
 def _laid_out(builder: Builder, value: fx.Node, like: torch.Tensor) -> fx.Node:
     """``value`` with the strides of ``like``: views of it may follow, which other ones forbid."""
-    if spelled_alike(val_of(value).stride(), like.stride()):
+    if equal_shapes(val_of(value).stride(), like.stride()):
         return value
     rank = len(shape_of(value))
     order = sorted(range(rank), key=lambda dim: -hint(like.stride()[dim]))

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.bodies import graphs_of
-from fxrl.ir.graph import RESHAPES, is_call, is_tensor, shape_of, spelled_alike, tensor_val
+from fxrl.ir.graph import RESHAPES, equal_shapes, is_call, is_tensor, shape_of, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
 
@@ -98,7 +98,7 @@ class EliminateNoops(Normalisation[Noop]):
 
 
 def _same_shape(node: fx.Node, value: Any) -> bool:
-    return is_tensor(value) and spelled_alike(shape_of(node), shape_of(value))
+    return is_tensor(value) and equal_shapes(shape_of(node), shape_of(value))
 
 
 def _told_size(node: fx.Node) -> fx.Node | None:

@@ -21,7 +21,7 @@ from torch import fx
 
 from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import RESHAPES, is_call, is_tensor, shape_of, spelled_alike
+from fxrl.ir.graph import RESHAPES, equal_shapes, is_call, is_tensor, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
@@ -73,7 +73,7 @@ def _expanded(node: fx.Node) -> fx.Node | None:
     if sizes[0] == 1 and not isinstance(sizes[0], torch.SymInt):
         return right  # type: ignore[no-any-return]
     while is_call(right, *RESHAPES):
-        if not spelled_alike(shape_of(right), sizes):
+        if not equal_shapes(shape_of(right), sizes):
             return None
         right = right.args[0]
     if not is_call(right, aten.expand.default) or not is_tensor(right.args[0]):

@@ -18,7 +18,7 @@ by the kernel that needs them, and those of one token are summed in one order, i
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -27,7 +27,7 @@ from torch import fx
 
 from fxrl.analysis.constants import filled_with
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import COPIES, Size, as_node, bound, is_call, shape_of, val_of
+from fxrl.ir.graph import COPIES, as_node, bound, equal_shapes, is_call, is_equal, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
 from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
@@ -92,12 +92,8 @@ def _permuted(put: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     one, *rest = shape_of(put)
     each = [times * one, *rest]  # of the rows: nothing is broadcast
-    whole = str(shape_of(order)[0]) == str(each[0])
-    return (order, times) if whole and _spelled(shape_of(as_node(rows))) == _spelled(each) else None
-
-
-def _spelled(shape: Sequence[Size]) -> list[str]:
-    return [*map(str, shape)]
+    whole = is_equal(shape_of(order)[0], each[0])
+    return (order, times) if whole and equal_shapes(shape_of(as_node(rows)), each) else None
 
 
 def _read(index: fx.Node) -> fx.Node:
@@ -151,7 +147,7 @@ def _inverted(order: fx.Node) -> fx.Node | None:
     if more or given.get("accumulate"):
         return None
     other = _read(other)
-    whole = _spelled(shape_of(other)) == _spelled(shape_of(order)) == _spelled(shape_of(numbers))
+    whole = all(equal_shapes(shape_of(order), shape_of(one)) for one in (other, numbers))
     return other if whole and _counts(numbers) and _is_permutation(other) else None
 
 

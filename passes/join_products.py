@@ -30,6 +30,7 @@ from fxrl.ir.graph import (
     as_node,
     bound,
     draws_random,
+    equal_shapes,
     equal_sizes,
     is_call,
     is_pointwise,
@@ -37,7 +38,6 @@ from fxrl.ir.graph import (
     is_tensor,
     is_whole_slice,
     shape_of,
-    spelled_alike,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
@@ -136,7 +136,7 @@ def _moved(part: Any) -> tuple[Any, Level]:
         source: Any = part.args[0]
         dim, end = bound(part).get("dim"), len(shape_of(source)) - 1
         crosses = isinstance(dim, int) and dim in (-1, end)
-        if crosses or not spelled_alike(shape_of(part)[-1:], shape_of(source)[-1:]):
+        if crosses or not equal_shapes(shape_of(part)[-1:], shape_of(source)[-1:]):
             break
         moves, part = (part, *moves), source
     return None, ()

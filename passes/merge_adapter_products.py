@@ -24,11 +24,11 @@ from fxrl.ir.graph import (
     TRANSPOSES,
     ancestors,
     as_node,
+    equal_shapes,
     hint,
     is_call,
     nbytes,
     shape_of,
-    spelled_alike,
     tensor_val,
     val_of,
 )
@@ -165,7 +165,7 @@ def _is_sum(node: object) -> bool:
     left, right = map(tensor_val, node.args)
     if left is None or right is None or node.args[0] is node.args[1]:
         return False
-    return spelled_alike(left.shape, right.shape)
+    return equal_shapes(left.shape, right.shape)
 
 
 def _summands(root: fx.Node, targets: Sequence[Any]) -> list[Product]:

@@ -29,13 +29,13 @@ from fxrl.ir.graph import (
     TRANSPOSES,
     base_of,
     bound,
+    equal_shapes,
     equal_sizes,
     hint,
     is_call,
     is_grouped_product,
     nbytes,
     shape_of,
-    spelled_alike,
     swaps_last_dims,
     val_of,
     with_arguments,
@@ -176,7 +176,7 @@ def _is_narrow(total: fx.Node, own: object, delta: _LowRank) -> bool:
         return False
     sizes = shape_of(total)
     made = (*delta.left.sizes[:-1], delta.right.sizes[-1])
-    if not spelled_alike(shape_of(own), sizes) or not spelled_alike(made, sizes):
+    if not equal_shapes(shape_of(own), sizes) or not equal_shapes(made, sizes):
         return False
     *_, rows, columns = map(hint, sizes)
     return delta.rank * (rows + columns) < rows * columns
@@ -191,7 +191,7 @@ def _low_rank(node: Any) -> _LowRank | None:
     if is_call(node, *TRANSPOSES):
         inner = _low_rank(given[0]) if swaps_last_dims(node) else None
         return inner and inner.flipped
-    if is_call(node, *RESHAPES) and spelled_alike(shape_of(node), shape_of(given[0])):
+    if is_call(node, *RESHAPES) and equal_shapes(shape_of(node), shape_of(given[0])):
         return _low_rank(given[0])
     if is_call(node, aten.mul.Tensor) and not isinstance(given[1], fx.Node):
         return _scaled(_low_rank(given[0]), given[1])

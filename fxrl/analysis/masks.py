@@ -31,12 +31,12 @@ from fxrl.ir.graph import (
     TRANSPOSES,
     bound,
     draws_random,
+    equal_shapes,
     is_call,
     is_pointwise,
     is_tensor,
     order_of_dims,
     shape_of,
-    spelled_alike,
     val_of,
 )
 from fxrl.ir.remark import Refusal
@@ -222,7 +222,7 @@ def _reshaped(node: fx.Node, source: fx.Node, axes: Axes) -> Axes:
     shape, wide = shape_of(source), [(s, a) for s, a in zip(shape_of(node), axes, strict=True)]
     wide = [(size, axis) for size, axis in wide if _one(size, 0) is not None]
     sizes = [size for size in shape if _one(size, 0) is not None]
-    if not spelled_alike(sizes, (size for size, _ in wide)):
+    if not equal_shapes(sizes, (size for size, _ in wide)):
         raise Refusal(f"%{node} ({node.target}) is not made pair by pair", at=node)
     rest = iter(axis for _, axis in wide)
     return tuple(None if _one(size, 0) is None else next(rest) for size in shape)

@@ -29,6 +29,7 @@ from fxrl.ir.graph import (
     bound,
     hint,
     is_call,
+    is_equal,
     is_piecewise_product,
     is_pointwise,
     is_tensor,
@@ -38,7 +39,7 @@ from fxrl.ir.graph import (
     shape_of,
 )
 from fxrl.ir.remark import Refusal
-from fxrl.ir.sizes import is_equal, share_of
+from fxrl.ir.sizes import share_of
 
 aten = torch.ops.aten
 

@@ -30,13 +30,13 @@ from fxrl.ir.graph import (
     inputs_of,
     is_call,
     is_embedding,
+    is_equal,
     is_tensor,
     numel_hint,
     op_name,
     shape_of,
 )
 from fxrl.ir.remark import Refusal
-from fxrl.ir.sizes import is_equal
 
 aten = torch.ops.aten
 #: Numbers for each token up to which a value is gathered where an op needs it whole.

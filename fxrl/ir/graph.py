@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -336,22 +337,31 @@ def fixed_size(size: Size) -> int | None:
     return hint(size) if settled and statically_known_true(size == hint(size)) else None
 
 
+def is_equal(left: Size, right: Size) -> bool:
+    """Whether two sizes are equal whatever their symbols are; asks no guard."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    one, other = (s if isinstance(s, int) else s.node.expr for s in (left, right))
+    return one == other or bool(sympy.expand(one - other) == 0)
+
+
+def equal_shapes(left: Iterable[Size], right: Iterable[Size]) -> bool:
+    """Whether two lists of sizes are the same for all batches; asks no guard."""
+    one, other = [*left], [*right]
+    return len(one) == len(other) and all(map(is_equal, one, other))
+
+
 def equal_sizes(left: Size, right: Size) -> bool:
-    """Whether two sizes are equal: by their symbols, or as seen, by a guard: batches in which they
+    """Whether two sizes are equal: for all batches, or as seen, by a guard: batches in which they
     differ are captured anew. Only while a graph is captured; later guards are checked by nobody."""
     known = has_hint(left, right)
-    return str(left) == str(right) or (known and hint(left) == hint(right) and bool(left == right))
-
-
-def spelled_alike(left: Iterable[Size], right: Iterable[Size]) -> bool:
-    """Whether two lists of sizes are the same for all batches; asks no guard."""
-    return [*map(str, left)] == [*map(str, right)]
+    return is_equal(left, right) or (known and hint(left) == hint(right) and bool(left == right))
 
 
 def is_same(one: Any, other: Any, *, guards: bool = False) -> bool:
     """Whether two arguments of calls are equal: one value, sizes as large, the same looks at values
-    that are or copies of these. Sizes are compared as by ``equal_sizes`` where ``guards`` may be
-    asked, else as they are spelled."""
+    that are or copies of these. Sizes are compared by ``equal_sizes`` where ``guards`` may be
+    asked, else by ``is_equal``."""
 
     def same(a: Any, b: Any) -> bool:
         if a is b:
@@ -359,7 +369,7 @@ def is_same(one: Any, other: Any, *, guards: bool = False) -> bool:
         if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
             return len(a) == len(b) and all(map(same, a, b))
         if isinstance(a, torch.SymInt) and isinstance(b, (int, torch.SymInt)):
-            return equal_sizes(a, b) if guards else str(a) == str(b)
+            return (equal_sizes if guards else is_equal)(a, b)
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
             return type(a) is type(b) and bool(a == b)
         if isinstance(a.meta.get("val"), torch.SymInt):

@@ -148,14 +148,6 @@ def share_of(tokens: Size, ranks: int) -> Size:
     return 1 if local == 1 else local
 
 
-def is_equal(left: Size, right: Size) -> bool:
-    """Whether two sizes are equal whatever their symbols are; asks no guard."""
-    if isinstance(left, int) and isinstance(right, int):
-        return left == right
-    one, other = (s if isinstance(s, int) else s.node.expr for s in (left, right))
-    return bool(sympy.expand(one - other) == 0)
-
-
 def _is_polynomial(expr: Any) -> bool:
     """Whether a size is made of symbols and numbers by sums and products alone."""
     whole = expr.is_Symbol or expr.is_Integer

@@ -63,9 +63,9 @@ def plain(report):
     return "\n".join(re.sub(r" \[[^\]]*\.py:\d+\]", "", str(remark)) for remark in report.remarks)
 
 
-def rewritten_by(one, function, *args):
+def rewritten_by(one, function, *args, sizes="fake"):
     """The graph after one pass, whose numbers and layouts are the function's, and what was said."""
-    gm = make_fx(function, tracing_mode="fake")(*args)
+    gm = make_fx(function, tracing_mode=sizes)(*args)
     report = one.run(gm)
     gm.graph.lint()
     gm.recompile()

@@ -110,6 +110,19 @@ def test_others_are_added(pick, rows):
     assert said == ""
 
 
+def test_sizes_are_equal_that_are_spelled_differently():
+    def function(x, scores, grad):
+        with torch.enable_grad():
+            live = x.detach().requires_grad_()
+            order = scores.flatten().argsort()
+            grads = torch.cat([grad[:, 1:].flatten(0, 1), grad[:, 0]])  # b (t - 1) + b rows
+            return torch.autograd.grad(live.flatten(0, 1)[order], live, grads)[0]
+
+    x, scores, grad = draw(3, 4, 2), SCORES.view(3, 4), draw(3, 4, 2)
+    _, said = rewritten_by(GatherByInverse(), function, x, scores, grad, sizes="symbolic")
+    assert said
+
+
 def test_rows_that_are_put_into_others_stay():
     def function(x, scores, rows):
         return x.index_put([scores.argsort()], rows, accumulate=True)

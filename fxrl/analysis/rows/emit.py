@@ -18,7 +18,7 @@ from torch import fx
 from fxrl.analysis.rows.expr import GivenGradient, Leaf, RowExpr, RowStep, RowValue, walk
 from fxrl.ir.bodies import WITH_GRADIENT
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import Size, has_hint, hint, is_call, shape_of, spelled_alike, val_of
+from fxrl.ir.graph import Size, equal_shapes, has_hint, hint, is_call, shape_of, val_of
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
@@ -93,7 +93,7 @@ class RowEmitter:
         for target, args in leaf.prepare:
             node = self.call(target, node, *map(self._sized, args))
         node, tokens = self._run(node, tokens, leaf.steps)
-        if len(tokens) == 1 and spelled_alike(shape_of(node)[1:], leaf.local_sizes):
+        if len(tokens) == 1 and equal_shapes(shape_of(node)[1:], leaf.local_sizes):
             return node
         return self.call(aten.reshape.default, node, [-1, *map(self._sized, leaf.local_sizes)])
 
@@ -114,7 +114,7 @@ class RowEmitter:
     def _regroup(self, node: fx.Node, old: tuple[Any, ...], new: tuple[Any, ...]) -> fx.Node:
         """Reshape the token dims; the rows and their order stay."""
         have = shape_of(node)
-        if spelled_alike(have[: len(new)], new) and spelled_alike(new, old):
+        if equal_shapes(have[: len(new)], new) and equal_shapes(new, old):
             return node
         rest = have[_token_rank(have, old) :]
         return self.call(aten.reshape.default, node, self.shape(new, rest))
@@ -171,7 +171,7 @@ class RowEmitter:
         if step.kind == "zeros":
             return zeros
         dim, bounds, written = step.args
-        if not spelled_alike(written, step.sizes):  # one row may be written to several places
+        if not equal_shapes(written, step.sizes):  # one row may be written to several places
             place = self._made_call(aten.slice.Tensor, (zeros, dim, *bounds), (*written, *rest))
             count = self.builder.call(aten.sym_size.int, place, dim)
             counts = [count if d == dim else -1 for d in range(len(shape_of(node)))]
@@ -232,7 +232,7 @@ class RowEmitter:
         """Rows back in the layout of the graph value they replace."""
         tokens, node = value.token_sizes, rows
         local = value.local_sizes
-        if len(tokens) != 1 or not spelled_alike(shape_of(rows)[1:], local):
+        if len(tokens) != 1 or not equal_shapes(shape_of(rows)[1:], local):
             sizes = self.shape(tokens, local) if tokens else self._sized(local)
             node = self.call(aten.reshape.default, rows, sizes)
         order = _inverse_order(value)

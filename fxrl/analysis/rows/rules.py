@@ -38,15 +38,16 @@ from fxrl.ir.graph import (
     Size,
     bound,
     draws_random,
+    equal_shapes,
     equal_sizes,
     fixed_size,
     hint,
     is_call,
+    is_equal,
     is_pointwise,
     is_tensor,
     op_name,
     shape_of,
-    spelled_alike,
     val_of,
     with_arguments,
 )
@@ -119,7 +120,7 @@ class RowRules:
         """Whether two sizes are equal in each batch that this capture runs."""
         if frozenset((str(left), str(right))) in self.asserted:
             return True
-        return equal_sizes(left, right) if self.guards else str(left) == str(right)
+        return (equal_sizes if self.guards else is_equal)(left, right)
 
     def call(self, node: fx.Node, tags: tuple[Tag, ...], /, **changed: Any) -> Rows:
         """``node`` as the same op on rows, with some arguments (by name) others; a row value for
@@ -220,7 +221,7 @@ def operand(
     covered = [p for p in token_at if not is_one(own[p])]
     if not covered and not each:
         leaf = shared_leaf(rules, node)
-        plain = not shape or spelled_alike(shape, wanted)
+        plain = not shape or equal_shapes(shape, wanted)
         sizes_of_all = () if plain else tuple(map(static, wanted))
         return leaf if plain else rules.pool.call(aten.reshape.default, leaf, sizes_of_all)
     wide = not any_width and any(tag == VOCAB and not is_one(own[p]) for p, tag in enumerate(tags))
@@ -287,7 +288,7 @@ def _row_operand(
     if tokens != tags.count(TOKEN):
         raise _pairs_tokens()
     shape = [local_at.get(p, 1) for p, tag in enumerate(tags) if tag != TOKEN]
-    if spelled_alike(value.local_sizes, shape):
+    if equal_shapes(value.local_sizes, shape):
         return value.expr
     return rules.pool.call(aten.reshape.default, value.expr, (-1, *map(static, shape)))
 

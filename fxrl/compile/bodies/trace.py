@@ -41,7 +41,7 @@ from fxrl.compile.bodies.attention import fastest
 from fxrl.compile.bodies.partition import Halves, outputs_again, partition
 from fxrl.compile.bodies.trace_cache import cached_trace
 from fxrl.ir.bodies import clone
-from fxrl.ir.graph import Size, hint, share_repeats, spelled_alike, tensor_val, writes
+from fxrl.ir.graph import Size, equal_shapes, hint, share_repeats, tensor_val, writes
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import InputSpec, Region
@@ -257,7 +257,7 @@ class TracedBody:
 
     def _fits(self, grad: Tensor, output: Tensor) -> bool:
         dense = self.region.tiled  # whatever the output is
-        alike = dense or spelled_alike(grad.stride(), output.stride())
+        alike = dense or equal_shapes(grad.stride(), output.stride())
         return alike and (grad.device, grad.dtype) == (output.device, output.dtype)
 
     # -- the functions that are traced
