@@ -290,6 +290,7 @@ class StepChain:
             self._gradients,
             outside.held_bytes,
             self._numbers,
+            self.target.start,
         )
 
     @cached_property

@@ -71,6 +71,7 @@ class Chain:
     # Which layer each of ``layers`` is, by number: what is one layer gets one choice. What runs
     # between two forwards has that of the layer before. () where each is a layer of its own.
     numbers: tuple[int, ...] = ()
+    start_s: float = 0.0  # ahead of the first layer, in which the GPU waits
 
     @property
     def number_of(self) -> tuple[int, ...]:

@@ -125,9 +125,11 @@ def _with_pace(option: Option, counts: tuple[int, int]) -> Option:
 
 
 def step_seconds(chain: Chain, options: Sequence[Option]) -> float:
-    """Seconds of a step: computation, and waiting for the link."""
+    """Seconds of a step: its start, computation, and waiting for the link."""
     sent, back = (np.array([one], dtype=int) for one in on_their_way(options))
-    return float(seconds_at(chain, costs_of(options), Pace(sent, back, np.array([True])))[0])
+    return chain.start_s + float(
+        seconds_at(chain, costs_of(options), Pace(sent, back, np.array([True])))[0]
+    )
 
 
 def _before(values: Array) -> Array:

@@ -30,6 +30,8 @@ class Target:
     launch: float = 4e-6  # seconds that a kernel takes at least
     fp8_flops: float = 0.0  # FLOP/s of large FP8 products; 0 where there are none
     peer_link: float = 24e9  # bytes/s from the other GPUs of a host, to all of them at once
+    # Seconds at the start of a step until its host is ahead of it: guards and the first kernels.
+    start: float = 5e-3
 
 
 #: The H200's figures are measured (torch 2.11, cuDNN attention). Those of the others are their data
