@@ -215,18 +215,18 @@ def _difference(mine: Any, its: Any) -> str:
         return ""
     for place, (one, other) in enumerate(zip(mine, its, strict=False)):
         if one != other:
-            inside = _difference(one, other)
-            return ".".join(filter(None, (_name(one, other, place - 1), inside)))
+            name = _name(other, place - 1)
+            inside = _difference(one, other) if _name(one, place - 1) == name else ""
+            return ".".join(filter(None, (name, inside)))
     return ""
 
 
-def _name(one: Any, other: Any, place: int) -> str:
+def _name(fact: Any, place: int) -> str:
     """Of an attribute or an item of a dict, of which ``nn.Module`` keeps most of its own in some;
     what is counted has no number in the facts, but a place."""
-    pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
-    if not pair or one[0] != other[0]:
+    if not isinstance(fact, tuple) or len(fact) != 2:
         return ""
-    key = one[0][1] if isinstance(one[0], tuple) and len(one[0]) == 2 else one[0]
+    key = fact[0][1] if isinstance(fact[0], tuple) and len(fact[0]) == 2 else fact[0]
     if not isinstance(key, str) or key in ("_modules", "_parameters", "_buffers"):
         return ""
     return str(place) if key == "#" else key
