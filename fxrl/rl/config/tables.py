@@ -124,30 +124,25 @@ class ModelConfig(Options):
                 f"lora: id={self.name!r} is an adapter, which is trained further as it is; leave "
                 "[model.lora] out, or merge it into its base model first"
             )
-        if self.offload_embeddings and not self.adapted:
+        of_frozen = {
+            "offload_embeddings=true": self.offload_embeddings,
+            "sharded=true": self.sharded,
+            f"quantization={self.quantization!r}": self.quantization is not None,
+        }
+        for said in (said for said, given in of_frozen.items() if given and not self.adapted):
             yield (
-                "offload_embeddings=true is of frozen weights, and without an adapter all are "
-                "trained; add [model.lora]"
+                f"{said} is of frozen weights, and without an adapter all are trained; add "
+                "[model.lora]"
             )
         if self.offload_embeddings and self.sharded:
             yield (
                 "offload_embeddings=true: sharded=true shares the embeddings out over the ranks; "
                 "leave one of them out"
             )
-        if self.sharded and not self.adapted:
-            yield (
-                "sharded=true is of frozen weights, and without an adapter all are trained; add "
-                "[model.lora]"
-            )
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError:
             yield f"device={self.device!r} is no device; use auto, cpu or cuda:0"
-        if self.quantization is not None and not self.adapted:
-            yield (
-                f"quantization={self.quantization!r} is of frozen weights, and without an adapter "
-                "all are trained; add [model.lora]"
-            )
 
     @property
     def name(self) -> str:
