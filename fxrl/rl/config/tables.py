@@ -443,12 +443,11 @@ class RolloutConfig(Options):
     response_template: Mapping[str, Any] | None = None
 
     def problems(self) -> Iterator[str]:
-        factory = self.environment_factory
-        if self.rollout_func is not None and (self.tools or factory):
+        if self.rollout_func is not None and self.has_tools:
             yield "rollout_func plays the rollouts itself; leave it or tools and environments out"
-        named = dict(factory) if isinstance(factory, Mapping) else {"": factory}
         given = [("tools", one) for one in self.tools] + [("rollout_func", self.rollout_func)]
-        given += [(f"environment_factory.{name}".rstrip("."), one) for name, one in named.items()]
+        named = self.factories.items()
+        given += [(f"environment_factory.{name}".rstrip("."), one) for name, one in named]
         for key, one in given:
             if one is not None and (problem := code_problem(one)):
                 yield f"{key}: {problem}"
@@ -456,6 +455,12 @@ class RolloutConfig(Options):
     @property
     def has_tools(self) -> bool:
         return bool(self.tools or self.environment_factory)
+
+    @property
+    def factories(self) -> Mapping[str, Any]:
+        """Factories of environments by name; one alone has none, ``""``."""
+        given = self.environment_factory
+        return given if isinstance(given, Mapping) else {} if given is None else {"": given}
 
 
 @dataclass(frozen=True, slots=True)
