@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import statistics
-import textwrap
 import threading
 import time
 import warnings
@@ -26,6 +25,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from fxrl.ir.table import folded
 from fxrl.rl.report.timing import PHASES
 
 if TYPE_CHECKING:
@@ -320,14 +320,8 @@ class JsonReporter(LogReporter):
 
 def broken(text: str, width: int) -> str:
     """``text`` in lines that break between words, as a terminal's own do not, and go on below where
-    they began; a path that is longer than a line stays one word."""
-    return "\n".join(_filled(line, width) for line in text.splitlines())
-
-
-def _filled(line: str, width: int) -> str:
-    indent = line[: len(line) - len(line.lstrip())]
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(line, width, subsequent_indent=indent, **options)
+    they began."""
+    return folded(text.splitlines(), width, further=0)
 
 
 class LiveReporter(LogReporter):
