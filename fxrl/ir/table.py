@@ -46,15 +46,16 @@ def plain_text(renderable: RenderableType, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n")
 
 
-def folded(lines: Iterable[str], width: int | None = None) -> str:
+def folded(lines: Iterable[str], width: int | None = None, *, further: int = 4) -> str:
     """Lines of words, ``width`` columns wide (None: as ``plain_text``); what does not fit a line
-    goes on below it, further in."""
+    goes on below it, ``further`` in. A word that is longer than a line, such as a path, stays one.
+    """
     columns = terminal_width() if width is None else width
     return "\n".join(
         textwrap.fill(
             line,
             columns,
-            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4),
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + further),
             break_long_words=False,
             break_on_hyphens=False,
         )

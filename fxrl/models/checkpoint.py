@@ -6,8 +6,9 @@ import json
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -135,19 +136,15 @@ class CheckpointTensors:
         self._files = stored_names(folder)
         self._sorted = sorted(self._files)
         self._open: dict[str, Any] = {}
-        self._converted: dict[str, Tensor] | None = None
 
     def get(self, names: Sequence[str], shape: torch.Size) -> Tensor:
         """The tensor of one parameter, of this shape, on the CPU in the checkpoint's dtype; do not
         write to it. FP8 weights are dequantized to float32. A tied parameter has several ``names``,
         and is stored under one of them."""
-        stored = next((name for name in names if name in self._files), None)
-        if stored is not None:
+        if (stored := self._stored(names)) is not None:
             tensor = self._dequantized(stored, self._read(stored))
             if tensor.shape == shape:
                 return tensor
-        if self._converted is None:
-            self._converted = self._convert()
         found = next((self._converted[name] for name in names if name in self._converted), None)
         if found is None or found.shape != shape:
             has = "lacks it" if found is None else f"has it as {tuple(found.shape)}"
@@ -159,7 +156,7 @@ class CheckpointTensors:
 
     def rows(self, names: Sequence[str], shape: torch.Size, start: int, stop: int) -> Tensor:
         """Rows of one parameter, likewise; no more is read where it is stored under its name."""
-        if (name := next((name for name in names if name in self._files), None)) is not None:
+        if (name := self._stored(names)) is not None:
             stored = self._file(name).get_slice(name)
             if tuple(stored.get_shape()) == tuple(shape):
                 found: Tensor = stored[start:stop]
@@ -167,30 +164,17 @@ class CheckpointTensors:
                     return found
         return self.get(names, shape)[start:stop]
 
-    def find(self, name: str) -> Tensor | None:
-        """The tensor stored under this very name, as it is stored."""
-        return self._read(name) if name in self._files else None
-
     def beside(self, path: str) -> dict[str, Tensor]:
         """All that is stored of a module without modules of its own, by names behind its path."""
         prefix, names = f"{path}.", self._sorted
         inside = takewhile(lambda n: n.startswith(prefix), names[bisect_left(names, prefix) :])
         return {name.removeprefix(prefix): self._read(name) for name in inside}
 
-    def find_buffer(self, name: str) -> Tensor | None:
-        """A persistent buffer; ``None`` if transformers finds none in the checkpoint either."""
-        stored = self.find(name)
-        if stored is None:
-            self._converted = self._converted or self._convert()
-            stored = self._converted.get(name)
-        return stored
-
-    def fill(self, device: torch.device | str, *, but: Container[str] = ()) -> None:
-        """Reads what the skeleton has on ``meta`` to a device, ``but`` for parameters of these
-        names; its buffers likewise."""
+    def fill(self, device: torch.device | str) -> None:
+        """Reads what the skeleton has on ``meta`` to a device; its buffers likewise."""
         for names in parameter_groups(self._skeleton):
             empty = getattr(*owner_of(self._skeleton, names[0]))
-            if empty.is_meta and names[0] not in but:
+            if empty.is_meta:
                 tensor = self.get(names, empty.shape).to(device, empty.dtype, copy=True)
                 put_parameter(self._skeleton, names, tensor)
         self.fill_buffers()
@@ -202,19 +186,23 @@ class CheckpointTensors:
                 # Not asked of ``state_dict``, which packs each weight of 4 bits anew.
                 if name in module._non_persistent_buffers_set:
                     continue
-                stored = self.find_buffer(f"{path}.{name}".lstrip("."))
+                full = f"{path}.{name}".lstrip(".")
+                stored = self._read(full) if full in self._files else self._converted.get(full)
                 if stored is not None and stored.shape == value.shape:
                     value.copy_(stored)
+
+    def _stored(self, names: Sequence[str]) -> str | None:
+        return next((name for name in names if name in self._files), None)
 
     def _dequantized(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.itemsize > 1:
             return tensor
-        found = (self.find(f"{name}{end}") for end in ("_scale_inv", "_scale"))
-        scale = next((one for one in found if one is not None), None)
+        stored = self._stored((f"{name}_scale_inv", f"{name}_scale"))
         try:
-            if scale is None:
+            if stored is None:
                 raise ValueError("it has no scales")
-            return dequantized(tensor, read_scale(scale, tensor.shape), torch.float32)
+            scale = read_scale(self._read(stored), tensor.shape)
+            return dequantized(tensor, scale, torch.float32)
         except ValueError as error:
             raise ModelError(
                 f"checkpoint {str(self.folder)!r}: {name!r} is FP8 and {error}; use the checkpoint "
@@ -233,7 +221,9 @@ class CheckpointTensors:
             self._open[file] = safetensors.safe_open(self.folder / file, framework="pt")
         return self._open[file]
 
-    def _convert(self) -> dict[str, Tensor]:
+    @cached_property
+    def _converted(self) -> dict[str, Tensor]:
+        """What transformers itself makes of the checkpoint; see NOTE [Two ways to a tensor]."""
         loader = type(self._skeleton)
         log.warning(
             "checkpoint %r names tensors otherwise than the model, or is not in safetensors, so "

@@ -84,7 +84,9 @@ def cached_trace(
 # ---------------------------------------------------------------------------- the key
 @cache
 def _program() -> str:
-    """Versions, and fxrl's files as Python tells whether what it compiled of one is up to date."""
+    """Versions, and fxrl's files as Python tells whether what it compiled of one is up to date. Not
+    those of ``passes``, a link in a checkout: what they did before a trace is in the body's text,
+    and what they do after it is not kept."""
     root = Path(fxrl.__file__).parent
     told = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(root.rglob("*.py"))]
     return f"{torch.__version__} {hashlib.sha256(str(told).encode()).hexdigest()}"

@@ -20,29 +20,24 @@ class Group:
 def plan_microbatches(
     lengths: Sequence[int],
     n: int,
-    max_tokens: int | Sequence[int],
+    limits: Sequence[int],
     max_batch_tokens: int,
     *,
-    only: Sequence[int] | None = None,
-    pad: bool = True,
-) -> list[tuple[Group, ...]]:
-    """Groups prompts of like length; every completion appears exactly once.
+    only: Sequence[int],
+    pad: bool,
+) -> list[list[Group]]:
+    """Groups the prompts ``only`` of like length; each of their ``n`` completions appears once.
 
-    A batch of R rows whose longest prompt has L tokens costs R * (L + max_tokens) tokens of KV
-    cache, padding included; where each prompt has its own ``max_tokens``, with the largest (unless
-    only its own fits, which then is a batch for each row). Longest first: if memory is short, it
-    shows at once and not after an hour. The completions of one prompt are split over batches only
-    where they do not fit into one.
-    With ``pad`` prompts of different lengths may share a batch; ``only`` are the prompts to draw
-    for, all by default.
+    A batch of R rows whose longest prompt has L tokens costs R * (L + limit) tokens of KV cache,
+    padding included, with the largest of the ``limits`` of completions (unless only its own fits,
+    which then is a batch for each row). Longest first: if memory is short, it shows at once and not
+    after an hour. The completions of one prompt are split over batches only where they do not fit
+    into one. With ``pad`` prompts of different lengths may share a batch.
     """
-    batches: list[tuple[Group, ...]] = []
-    batch: list[Group] = []
+    batches: list[list[Group]] = []
     free = width = 0  # rows that still fit; the first prompt is the longest and so sets the width
-    numbers = range(len(lengths)) if only is None else only
-    limits = [max_tokens] * len(lengths) if isinstance(max_tokens, int) else max_tokens
-    most = max((limits[i] for i in numbers), default=0)
-    for prompt in sorted(numbers, key=lambda i: -lengths[i]):
+    most = max((limits[i] for i in only), default=0)
+    for prompt in sorted(only, key=lambda i: -lengths[i]):
         length, limit = lengths[prompt], limits[prompt]
         fits_alone = length + limit <= max_batch_tokens
         capacity = max_batch_tokens // (length + most) or int(fits_alone)
@@ -52,17 +47,13 @@ def plan_microbatches(
                 f"does not fit into max_batch_tokens={max_batch_tokens}; raise the latter"
             )
         done = 0
-        while done < n:
-            left = n - done
-            splits = free < left and left <= capacity
-            if not batch or free == 0 or splits or not (pad or width == lengths[prompt]):
-                if batch:
-                    batches.append(tuple(batch))
-                batch, free, width = [], capacity, lengths[prompt]
+        while (left := n - done) > 0:
+            splits = free < left <= capacity
+            if free == 0 or splits or not (pad or width == length):
+                batches.append([])
+                free, width = capacity, length
             count = min(left, free)
-            batch.append(Group(prompt, done, count))
+            batches[-1].append(Group(prompt, done, count))
             done += count
             free -= count
-    if batch:
-        batches.append(tuple(batch))
     return batches

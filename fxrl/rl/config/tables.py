@@ -124,30 +124,25 @@ class ModelConfig(Options):
                 f"lora: id={self.name!r} is an adapter, which is trained further as it is; leave "
                 "[model.lora] out, or merge it into its base model first"
             )
-        if self.offload_embeddings and not self.adapted:
+        of_frozen = {
+            "offload_embeddings=true": self.offload_embeddings,
+            "sharded=true": self.sharded,
+            f"quantization={self.quantization!r}": self.quantization is not None,
+        }
+        for said in (said for said, given in of_frozen.items() if given and not self.adapted):
             yield (
-                "offload_embeddings=true is of frozen weights, and without an adapter all are "
-                "trained; add [model.lora]"
+                f"{said} is of frozen weights, and without an adapter all are trained; add "
+                "[model.lora]"
             )
         if self.offload_embeddings and self.sharded:
             yield (
                 "offload_embeddings=true: sharded=true shares the embeddings out over the ranks; "
                 "leave one of them out"
             )
-        if self.sharded and not self.adapted:
-            yield (
-                "sharded=true is of frozen weights, and without an adapter all are trained; add "
-                "[model.lora]"
-            )
         try:
             torch.device("cpu" if self.device == "auto" else self.device)
         except RuntimeError:
             yield f"device={self.device!r} is no device; use auto, cpu or cuda:0"
-        if self.quantization is not None and not self.adapted:
-            yield (
-                f"quantization={self.quantization!r} is of frozen weights, and without an adapter "
-                "all are trained; add [model.lora]"
-            )
 
     @property
     def name(self) -> str:
@@ -448,12 +443,11 @@ class RolloutConfig(Options):
     response_template: Mapping[str, Any] | None = None
 
     def problems(self) -> Iterator[str]:
-        factory = self.environment_factory
-        if self.rollout_func is not None and (self.tools or factory):
+        if self.rollout_func is not None and self.has_tools:
             yield "rollout_func plays the rollouts itself; leave it or tools and environments out"
-        named = dict(factory) if isinstance(factory, Mapping) else {"": factory}
         given = [("tools", one) for one in self.tools] + [("rollout_func", self.rollout_func)]
-        given += [(f"environment_factory.{name}".rstrip("."), one) for name, one in named.items()]
+        named = self.factories.items()
+        given += [(f"environment_factory.{name}".rstrip("."), one) for name, one in named]
         for key, one in given:
             if one is not None and (problem := code_problem(one)):
                 yield f"{key}: {problem}"
@@ -461,6 +455,12 @@ class RolloutConfig(Options):
     @property
     def has_tools(self) -> bool:
         return bool(self.tools or self.environment_factory)
+
+    @property
+    def factories(self) -> Mapping[str, Any]:
+        """Factories of environments by name; one alone has none, ``""``."""
+        given = self.environment_factory
+        return given if isinstance(given, Mapping) else {} if given is None else {"": given}
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from fxrl.rl.loop.data import Questions
 from fxrl.rl.loop.models import find_base, load_base, load_teacher, pick_device, trainable
 from fxrl.rl.loop.scoring import Scorers, make_scorers, step_maker
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
-from fxrl.rl.report.progress import Reporter, Stage
+from fxrl.rl.report.progress import Reporter
 from fxrl.rl.types import Batch, Source
 
 
@@ -56,7 +56,7 @@ class RunParts:
     stream: PromptStream
     updater: Updater  # ``updater.step`` is the train step
     scorers: Scorers
-    stage: Stage
+    reporter: Reporter
     events: Events
     fingerprints: Mapping[str, str]  # of the data, and of model and tokenizer before training
     ranks: Ranks
@@ -87,7 +87,7 @@ def build_parts(
     try:
         about = {"model": built.model, "tokenizer": built.tokenizer}
         events = Events(config, tuple(callbacks), about)
-        return _around(built, teacher, data, run_dir, reporter.stage, events, ranks)
+        return _around(built, teacher, data, run_dir, reporter, events, ranks)
     except BaseException:
         built.engine.close()
         raise
@@ -136,7 +136,7 @@ def _around(
     teacher: nn.Module | None,
     data: Questions | Examples,
     run_dir: Path,
-    stage: Stage,
+    reporter: Reporter,
     events: Events,
     ranks: Ranks,
 ) -> RunParts:
@@ -153,7 +153,7 @@ def _around(
     updater = _updater(config, model, step, loss_fn, run_dir, ranks)
     new = config.model.lora is not None
     made_of = fingerprint.of_models(model, tokenizer, teacher, new=new)
-    source = data.source(engine, config, tokenizer, stage, ranks)
+    source = data.source(engine, config, tokenizer, reporter.stage, ranks)
     return RunParts(
         model=model,
         teacher=teacher,
@@ -164,7 +164,7 @@ def _around(
         stream=PromptStream(len(data.split.train), config.seed, shuffle=config.data.shuffle),
         updater=updater,
         scorers=make_scorers(config, model, loss_fn, make_step, draws=source.draws),
-        stage=stage,
+        reporter=reporter,
         events=events,
         fingerprints={**data.fingerprints, **made_of},
         ranks=ranks,

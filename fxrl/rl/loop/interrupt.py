@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -42,20 +42,24 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def unwound_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises ``Terminated`` in the main thread; elsewhere nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def unwind(signum: int, frame: FrameType | None) -> None:
-        raise Terminated("ended by SIGTERM")
-
-    former = signal.signal(signal.SIGTERM, unwind)
+def _handling(handler: Callable[[int, FrameType | None], None], *signums: int) -> Iterator[None]:
+    """Inside, the main thread handles these signals so; of other threads nothing changes."""
+    in_main = threading.current_thread() is threading.main_thread()
+    former = {number: signal.signal(number, handler) for number in signums if in_main}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
+        for number, one in former.items():
+            signal.signal(number, one)
+
+
+def unwound_by_sigterm() -> AbstractContextManager[None]:
+    """SIGTERM raises ``Terminated`` in the main thread; elsewhere nothing changes."""
+    return _handling(_unwind, signal.SIGTERM)
+
+
+def _unwind(signum: int, frame: FrameType | None) -> None:
+    raise Terminated("ended by SIGTERM")
 
 
 @contextmanager
@@ -83,9 +87,6 @@ def stop_on_signal(tell: Callable[[str], None] = lambda name: None) -> Iterator[
     Python delivers signals to its main thread only; on other threads the request stays empty.
     """
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
 
     def note(signum: int, frame: FrameType | None) -> None:
         request.signum = signum
@@ -96,13 +97,8 @@ def stop_on_signal(tell: Callable[[str], None] = lambda name: None) -> Iterator[
         request.signum = signum
         tell(SIGNALS[signum])
 
-    with _heard(hear):
-        former = {number: signal.signal(number, note) for number in SIGNALS}
-        try:
-            yield request
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+    with _heard(hear), _handling(note, *SIGNALS):
+        yield request
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class TrainingIteration:
     @contextmanager
     def _doing(self, what: str) -> Iterator[Say]:
         """``Stage``, in which captures, compilations and micro-batches are told."""
-        with self.parts.stage(what) as say, told("fxrl", say):
+        with self.parts.reporter.stage(what) as say, told("fxrl", say):
             yield say
 
     def _updates(self, batches: list[Batch]) -> list[Metrics]:

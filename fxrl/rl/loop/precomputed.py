@@ -28,20 +28,20 @@ from fxrl.rl.errors import CheckpointError
 from fxrl.rl.loop.build import RunParts
 from fxrl.rl.loop.fingerprint import changes, of_tensors, of_tokens
 from fxrl.rl.loop.iteration import scored_batches
-from fxrl.rl.report.progress import Reporter, Say, told
+from fxrl.rl.report.progress import Say, told
 from fxrl.rl.types import Experience, TokenRow
 
 FILE = "ref_log_probs.safetensors"
 
 
-def precompute(config: TrainConfig, parts: RunParts, run_dir: Path, reporter: Reporter) -> None:
+def precompute(config: TrainConfig, parts: RunParts, run_dir: Path) -> None:
     """Give the rows of ``parts`` their ``ref_logps``, and drop the reference if nothing else needs
     it. All ranks call it, while the weights are still those that training starts from.
 
     Raises ``CheckpointError`` if the file in ``run_dir`` is damaged or belongs to another model or
     other rows, ``OSError`` if it cannot be written.
     """
-    data, path = parts.data, run_dir / FILE
+    data, path, reporter = parts.data, run_dir / FILE, parts.reporter
     assert isinstance(data, Examples)
     rows = [row for unit in _units(data) for row in unit]
     made_of = _made_of(config, parts, rows)

@@ -56,7 +56,7 @@ def run(task: Task, reporter: Reporter) -> Outcome:
         loop = TrainingLoop(config, parts, run_dir, task.start.again)
     try:
         with warned(reporter.message):
-            outcome = _trained(loop, task, reporter)
+            outcome = _trained(loop, task)
     except BaseException as error:
         try:
             parts.events("on_train_end", loop.now(), error=error, final=None)
@@ -68,12 +68,12 @@ def run(task: Task, reporter: Reporter) -> Outcome:
     return outcome
 
 
-def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
-    config, parts = loop.config, loop.parts
+def _trained(loop: TrainingLoop, task: Task) -> Outcome:
+    config, parts, reporter = loop.config, loop.parts, loop.parts.reporter
     try:
         with reporter.stage(_BUILDING):
             if config.precompute_ref_log_probs:
-                precompute(config, parts, loop.run_dir, reporter)
+                precompute(config, parts, loop.run_dir)
             if task.found is not None:
                 loop.resume(task.found, accept_changes=task.start.accept_changes)
                 reporter.message(f"resumed at step {loop.done} from {task.found}")
@@ -87,11 +87,11 @@ def _trained(loop: TrainingLoop, task: Task, reporter: Reporter) -> Outcome:
         note(loop.run_dir, reporter.message, versions=versions(), outlook=said)
         reporter.begin(config.steps, loop.done)
         with stop_on_signal(lambda name: reporter.stopping(_stopping(name))) as stop:
-            loop.run(reporter, stop)
+            loop.run(stop)
     finally:
         parts.engine.close()
     try:
-        return _finish(loop, stop, reporter)
+        return _finish(loop, stop)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         error.add_note(f"what step {loop.done} reached is saved; {loop.again}")
         raise
@@ -111,15 +111,15 @@ def _start_folder(config: TrainConfig, run_dir: Path, *, new: bool) -> None:
     write_text(run_dir / CONFIG, jsonlib.dumps(as_table(config), indent=1) + "\n")
 
 
-def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcome:
-    config, run_dir = loop.config, loop.run_dir
+def _finish(loop: TrainingLoop, stop: StopRequest) -> Outcome:
+    config, run_dir, reporter = loop.config, loop.run_dir, loop.parts.reporter
     records = [
         {name: value for name, value in line.items() if isinstance(value, int | float)}
         for line in read_lines(run_dir / METRICS)
     ]
     with reporter.stage(f"writing {PAGE}"):
-        loop.write_ledger(reporter)
-        loop.write_page(reporter)
+        loop.write_ledger()
+        loop.write_page()
     values = summarize(records, loop)
     outcome = Outcome(0, values, loop.parts.model, loop.parts.tokenizer)
     asked = loop.parts.events.control.should_training_stop
@@ -138,7 +138,7 @@ def _finish(loop: TrainingLoop, stop: StopRequest, reporter: Reporter) -> Outcom
 
     if loop.parts.ranks.primary:
         with reporter.stage("saving: the trained model"):
-            loop.for_sure(write, "the trained model", reporter)
+            loop.for_sure(write, "the trained model")
     reporter.summary(values)
     return outcome
 

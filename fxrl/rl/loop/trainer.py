@@ -37,7 +37,6 @@ from fxrl.rl.loop.iteration import TrainingIteration, hand_over, scored_batches
 from fxrl.rl.loop.outlook import share_limits
 from fxrl.rl.report.files import COMPLETIONS, METRICS, JsonLines, keep_trying
 from fxrl.rl.report.page import note, try_to_write_page
-from fxrl.rl.report.progress import Reporter
 from fxrl.rl.types import Experience, Metrics, TrainerState
 
 T = TypeVar("T")
@@ -51,6 +50,7 @@ class TrainingLoop:
 
     def __init__(self, config: TrainConfig, parts: RunParts, run_dir: Path, again: str) -> None:
         self.config, self.parts, self.run_dir, self.again = config, parts, run_dir, again
+        self.reporter = parts.reporter
         self.done = 0
         self.num_tokens = 0
         self.initial: Metrics = {}
@@ -102,10 +102,10 @@ class TrainingLoop:
             path = self.save(optimizer)
         store.take_lines_over(self.run_dir, path)
 
-    def run(self, reporter: Reporter, stop: StopRequest) -> None:
+    def run(self, stop: StopRequest) -> None:
         """Run steps until ``config.steps``, ``stop`` or a callback ends it, then save. Raises
         ``FxrlError`` if a step fails; its state is saved if possible."""
-        config, tell = self.config, reporter.message
+        config, tell = self.config, self.reporter.message
         metrics = JsonLines(self.run_dir / METRICS, self.done, self._as_in_one_run, tell)
         completions = JsonLines(self.run_dir / COMPLETIONS, self.done, tell=tell)
         events, self._saved = self.parts.events, self.done
@@ -118,7 +118,7 @@ class TrainingLoop:
                 with self._shared():
                     self._evaluate_untrained()
             while True:
-                with self._rescued(metrics, reporter):
+                with self._rescued(metrics):
                     if self._ends(stop):
                         break
                     record, found = self._step()
@@ -128,14 +128,14 @@ class TrainingLoop:
                     for sample in samples:
                         completions.write({"step": self.done, **sample})
                     events("on_log", self.now(), logs=record)
-                    self._tell(record, samples, reporter)
+                    self._tell(record, samples)
                     last = self._ends(stop)
-                self._save_if_due(reporter, last=last)
+                self._save_if_due(last=last)
             # What asked for the end may have done so after the step's own question.
             if self.parts.ranks.broadcast(self._saved < self.done):
-                self._save_if_due(reporter, last=True)
-            self.for_sure(metrics.flush, str(metrics.path), reporter)
-            self.for_sure(completions.flush, str(completions.path), reporter)
+                self._save_if_due(last=True)
+            self.for_sure(metrics.flush, str(metrics.path))
+            self.for_sure(completions.flush, str(completions.path))
         finally:
             metrics.close()
             completions.close()
@@ -155,11 +155,9 @@ class TrainingLoop:
         control.should_training_stop = asked[0][1]
         return bool(heard) or control.should_training_stop or self.done >= self.config.steps
 
-    def _tell(
-        self, record: dict[str, Any], samples: list[dict[str, Any]], reporter: Reporter
-    ) -> None:
+    def _tell(self, record: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """What a step has to say to people."""
-        self._tell_report(reporter)
+        self._tell_report()
         warnings = list(self.parts.source.warnings(record))
         # The embedded engine's model is the trainer's own: what differs is rounding.
         if self.config.engine == "vllm":
@@ -171,12 +169,12 @@ class TrainingLoop:
                 f"({skipped} in a row; max_nonfinite={most} end the run)"
             )
         for failure in self.parts.source.failures():
-            reporter.message(failure)
+            self.reporter.message(failure)
         for warning in warnings:
-            reporter.message(f"step {self.done}: {warning}")
-        reporter.step(record, samples)
+            self.reporter.message(f"step {self.done}: {warning}")
+        self.reporter.step(record, samples)
 
-    def _save_if_due(self, reporter: Reporter, *, last: bool) -> None:
+    def _save_if_due(self, *, last: bool) -> None:
         """At the end for sure; else a full disk only puts it off to after the next step."""
         events, every = self.parts.events, self.config.save_every
         due = self._save_due or events.asked("save") or (every and self.done % every == 0)
@@ -184,7 +182,7 @@ class TrainingLoop:
             return
         optimizer = self.parts.updater.state_dict()
         if last:
-            path = self.for_sure(lambda: self.save(optimizer), "the checkpoint", reporter)
+            path = self.for_sure(lambda: self.save(optimizer), "the checkpoint")
             self._saved = self.done
             events("on_save", self.now(), path=path)
         else:
@@ -192,15 +190,16 @@ class TrainingLoop:
                 path = self.save(optimizer)
                 self._save_due, self._saved = False, self.done
                 events("on_save", self.now(), path=path)
-                self.write_page(reporter)
+                self.write_page()
             except StorageError as error:
                 self._save_due = True
-                reporter.message(f"{error}; the run goes on, and tries again after the next step")
+                told = f"{error}; the run goes on, and tries again after the next step"
+                self.reporter.message(told)
 
-    def for_sure(self, action: Callable[[], T], what: str, reporter: Reporter) -> T:
+    def for_sure(self, action: Callable[[], T], what: str) -> T:
         """``keep_trying`` as the configuration says."""
         retries, wait_s = self.config.disk_retries, self.config.disk_wait_s
-        return keep_trying(action, what, reporter.message, retries=retries, wait_s=wait_s)
+        return keep_trying(action, what, self.reporter.message, retries=retries, wait_s=wait_s)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -225,7 +224,7 @@ class TrainingLoop:
             "config": as_table(self.config),
             "fingerprints": self.parts.fingerprints,
         }
-        with self.parts.stage("saving: a checkpoint"):
+        with self.reporter.stage("saving: a checkpoint"):
             path = checkpoint.save_checkpoint(
                 self.run_dir,
                 self.done,
@@ -242,14 +241,14 @@ class TrainingLoop:
         return path
 
     @contextmanager
-    def _rescued(self, metrics: JsonLines, reporter: Reporter) -> Iterator[None]:
+    def _rescued(self, metrics: JsonLines) -> Iterator[None]:
         """Around one step: if it fails, what it has reached is saved (``TrainingIteration``)."""
         self._start_of_step, self._step_now = self._state(), None
         try:
             with self._shared():
                 yield
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            self._rescue(error, metrics, reporter)
+            self._rescue(error, metrics)
             raise
 
     @contextmanager
@@ -269,7 +268,7 @@ class TrainingLoop:
             step.leave()
             raise
 
-    def _rescue(self, error: BaseException, metrics: JsonLines, reporter: Reporter) -> None:
+    def _rescue(self, error: BaseException, metrics: JsonLines) -> None:
         """Saves the last state there is to go on from, and says so in a note of ``error``; on rank
         0, as ``save``."""
         step, state = self._step_now, self._start_of_step
@@ -300,14 +299,14 @@ class TrainingLoop:
         else:
             which = "; the state before it"
         try:
-            saved = self.for_sure(lambda: self.save(optimizer, state), "the checkpoint", reporter)
+            saved = self.for_sure(lambda: self.save(optimizer, state), "the checkpoint")
             metrics.flush()
         except (FxrlError, OSError) as failure:
             error.add_note(
                 f"step {number} failed, and its state could not be saved: {reason_of(failure)}"
             )
             return
-        self.write_page(reporter)
+        self.write_page()
         text = f"step {number} failed{which} is in {saved}".replace(" ;", ";")
         error.add_note(f"{text}; {self.again}")
 
@@ -359,7 +358,7 @@ class TrainingLoop:
         rows = self.parts.data.split.held_out
         if not rows:
             raise ConfigError("a callback asks for an evaluation; [eval] holds out nothing")
-        with self.parts.stage(f"evaluating: {len(rows)} held-out questions") as say:
+        with self.reporter.stage(f"evaluating: {len(rows)} held-out questions") as say:
 
             def measure(experience: Experience) -> Metrics:
                 batches, _ = scored_batches(self.config, self.parts, experience, say, train=False)
@@ -380,12 +379,12 @@ class TrainingLoop:
         if (baseline := "eval/majority_baseline") in found:
             self.initial[baseline] = found[baseline]
 
-    def write_page(self, reporter: Reporter) -> None:
+    def write_page(self) -> None:
         """``run.html``, of all that is on disk by now."""
-        note(self.run_dir, reporter.message, memory=self._most_bytes)
-        try_to_write_page(self.run_dir, reporter.message)
+        note(self.run_dir, self.reporter.message, memory=self._most_bytes)
+        try_to_write_page(self.run_dir, self.reporter.message)
 
-    def write_ledger(self, reporter: Reporter) -> None:
+    def write_ledger(self) -> None:
         """``ledger.json``: the engine's account of the GPU's memory, an entry per transition; no
         run fails by it."""
         if (ledger := ledger_of(self.parts.engine)) is None:
@@ -394,14 +393,15 @@ class TrainingLoop:
         try:
             write_text(self.run_dir / "ledger.json", f"[{text}]\n")
         except (OSError, FxrlError) as error:
-            reporter.message(f"{self.run_dir}: {reason_of(error)}; the ledger is not written")
+            told = f"{self.run_dir}: {reason_of(error)}; the ledger is not written"
+            self.reporter.message(told)
 
-    def _tell_report(self, reporter: Reporter) -> None:
+    def _tell_report(self) -> None:
         """Once per process, when the first step has been captured."""
         step = self.parts.updater.step
         if isinstance(step, TrainStep) and not self._reported:
-            reporter.report(step.report)
+            self.reporter.report(step.report)
             remarks = [dataclasses.asdict(remark) for remark in step.report.remarks]
             plan = json.loads(step.plan.to_json())
-            note(self.run_dir, reporter.message, report=remarks, plan=plan)
+            note(self.run_dir, self.reporter.message, report=remarks, plan=plan)
         self._reported = True

@@ -192,10 +192,9 @@ def _telling(tell: Callable[[str], None]) -> Iterator[None]:
 def _content(run_dir: Path, columns: Columns, notes: Table) -> dict[str, Any]:
     """The variables of the page's template."""
     config = _table(run_dir / "config.json")
-    model = config.get("model")
     remarks = _remarks(notes.get("report"))
     return {
-        "title": f"{model.get('id') if isinstance(model, dict) else 'a run'}: {run_dir.name}",
+        "title": f"{_inner(config, 'model').get('id', 'a run')}: {run_dir.name}",
         "status": _status(columns, config),
         "figures": _figures(columns),
         "groups": _groups(columns, notes),
@@ -274,7 +273,7 @@ def _memory_chart(columns: Columns, notes: Table) -> Chart | None:
     """The most that a step took on the GPU, beside what its update was planned to take."""
     steps, peaks = known(columns, "memory/peak_bytes")
     shown = {"step": steps, "used": peaks / 2**30}
-    if (planned := number(_plan_of(notes), "peak_gpu_bytes")) is not None:
+    if (planned := number(_inner(notes, "plan"), "peak_gpu_bytes")) is not None:
         shown["plan"] = np.full_like(peaks, planned / 2**30)
     lines = [Line("used", "used"), Line("planned for the update", "plan", style="dashed")]
     return line_chart("memory of a step, most [GiB]", shown, lines, _six_digits)
@@ -301,9 +300,7 @@ def _reward_chart(columns: Columns) -> Chart | None:
 
 def _planned(columns: Columns, notes: Table) -> list[tuple[str, str, str]]:
     """What, as it was planned and as it was measured; memory is the most of any step."""
-    plan, rows = _plan_of(notes), []
-    memory = notes.get("memory")
-    memory = memory if isinstance(memory, dict) else {}
+    plan, memory, rows = _inner(notes, "plan"), _inner(notes, "memory"), []
     for part in PHASES:
         if used := number(memory, part):
             planned = number(plan, "peak_gpu_bytes") if part == "train" else None
@@ -318,11 +315,6 @@ def _planned(columns: Columns, notes: Table) -> list[tuple[str, str, str]]:
         measured = _seconds(statistics.median(each)) if each else "-"
         rows.append(("training on a micro-batch, median", _seconds(planned), measured))
     return rows
-
-
-def _plan_of(notes: Table) -> Table:
-    plan = notes.get("plan")
-    return plan if isinstance(plan, dict) else {}
 
 
 def _samples(path: Path) -> list[tuple[int, list[Table]]]:
@@ -431,6 +423,12 @@ def _seconds(value: float) -> str:
 def _each_line(path: Path) -> Iterator[Table]:
     """``each_line``; none of a link, which a stranger may have put there."""
     return iter(()) if path.is_symlink() else each_line(path)
+
+
+def _inner(table: Table, key: str) -> Table:
+    """What a table has by a name, if it is a table; else an empty one."""
+    found = table.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _table(path: Path) -> Table:

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import statistics
-import textwrap
 import threading
 import time
 import warnings
@@ -26,6 +25,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from fxrl.ir.table import folded
 from fxrl.rl.report.timing import PHASES
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def jsonable(value: Any) -> Any:
 
 
 class Reporter:
-    """How a run tells people what happens; used as a context manager around all of it."""
+    """How a run tells people what happens."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock, self.start = console, clock, clock()
@@ -143,12 +143,6 @@ class Reporter:
         self._step_began = self.start
         self._step_seconds: list[float] = []  # of this process, whatever else was done between
         self._samples: Sequence[Mapping[str, Any]] = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.show_last()
 
     @contextmanager
     def stage(self, text: str) -> Iterator[Say]:
@@ -226,7 +220,7 @@ class Reporter:
 
 class LogReporter(Reporter):
     """Lines: in a log file, a pipe, a notebook. What is being done gets one where it is new, and
-    again after ``QUIET_S`` without any."""
+    again after ``QUIET_S`` without any. A context manager, around all of the run."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
@@ -320,14 +314,8 @@ class JsonReporter(LogReporter):
 
 def broken(text: str, width: int) -> str:
     """``text`` in lines that break between words, as a terminal's own do not, and go on below where
-    they began; a path that is longer than a line stays one word."""
-    return "\n".join(_filled(line, width) for line in text.splitlines())
-
-
-def _filled(line: str, width: int) -> str:
-    indent = line[: len(line) - len(line.lstrip())]
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(line, width, subsequent_indent=indent, **options)
+    they began."""
+    return folded(text.splitlines(), width, further=0)
 
 
 class LiveReporter(LogReporter):
@@ -422,7 +410,9 @@ class LiveReporter(LogReporter):
             self.show(table)
 
 
-def reporter_on(console: Console, *, json: bool, log: type[LogReporter] = LogReporter) -> Reporter:
+def reporter_on(
+    console: Console, *, json: bool, log: type[LogReporter] = LogReporter
+) -> LogReporter:
     """The reporter that suits the console; ``log`` where it is no terminal."""
     if json:
         return JsonReporter(console)
@@ -430,9 +420,7 @@ def reporter_on(console: Console, *, json: bool, log: type[LogReporter] = LogRep
     return LiveReporter(console) if live else log(console)
 
 
-def steps_table(
-    records: Sequence[Mapping[str, Any]] | deque[Mapping[str, Any]], width: int
-) -> Table:
+def steps_table(records: Sequence[Mapping[str, Any]], width: int) -> Table:
     """The last steps, a row each, in ``width`` columns of text.
 
     Columns without any value are left out, and where there is no room also ``LEAST_NEEDED``.

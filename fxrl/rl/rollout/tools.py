@@ -200,7 +200,7 @@ class Episode:
 
     prompt: Any
     tools: Mapping[str, Tool]
-    kind: str | None = None  # of the environment, its name in ``rollout.environment_factory``
+    kind: str = ""  # of the environment, its name in ``rollout.environment_factory``
     environment: Any = None  # ``None`` where there are tools only
     lost: bool = False  # a call into it has not come back, so it cannot be used again
     num_calls: int = 0  # that the policy has made
@@ -231,13 +231,9 @@ class Tools:
         self.caller = Caller(config.timeout_s)
         tools = [*map(tool, map(load_function, config.tools))]
         self.tools = {one.name: one for one in tools}
-        factories = config.environment_factory
-        self._named = isinstance(factories, Mapping)
-        given = factories if isinstance(factories, Mapping) else {None: factories}
-        self.kinds: dict[str | None, Kind] = {
-            name: self._kind(load_function(factory))
-            for name, factory in given.items()
-            if factory is not None
+        self._named = isinstance(config.environment_factory, Mapping)
+        self.kinds = {
+            name: self._kind(load_function(factory)) for name, factory in config.factories.items()
         }
         of_kinds = ([*self.tools, *kind.methods] for kind in self.kinds.values())
         for names in ([one.name for one in tools], *of_kinds):
@@ -288,9 +284,9 @@ class Tools:
         own = [] if kind is None else kind.schemas
         return [*(one.schema for one in self.tools.values()), *own]
 
-    def _kind_of(self, row: Row) -> str | None:
+    def _kind_of(self, row: Row) -> str:
         if not self._named:
-            return None
+            return ""
         if (name := row.get("environment")) not in self.kinds:
             raise DataError(
                 f"its column 'environment' is {name!r}; rollout.environment_factory has "
@@ -417,10 +413,9 @@ class Tools:
 
 def user_code(config: RolloutConfig) -> dict[str, Callable[..., Any]]:
     """Whatever of the user's code a rollout runs, by what it is."""
-    factories = config.environment_factory
-    named = factories if isinstance(factories, Mapping) else {"": factories}
     functions = {f"tool {name_of(one)}": one for one in map(load_function, config.tools)}
-    functions |= {f"environment {k}".strip(): load_function(one) for k, one in named.items() if one}
+    named = config.factories.items()
+    functions |= {f"environment {name}".strip(): load_function(one) for name, one in named}
     if config.rollout_func is not None:
         functions["rollout_func"] = load_function(config.rollout_func)
     return functions

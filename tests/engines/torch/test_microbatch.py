@@ -8,6 +8,11 @@ from fxrl.engines.engine import PromptError
 from fxrl.engines.torch.batches import plan_microbatches
 
 
+def plan(lengths, n, max_tokens, budget, pad=True):
+    every = range(len(lengths))
+    return plan_microbatches(lengths, n, [max_tokens] * len(lengths), budget, only=every, pad=pad)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.integers(1, 40), max_size=12),
@@ -17,7 +22,7 @@ from fxrl.engines.torch.batches import plan_microbatches
     st.booleans(),
 )
 def test_each_completion_once_and_within_the_budget(lengths, n, max_tokens, budget, pad):
-    batches = plan_microbatches(lengths, n, max_tokens, budget, pad=pad)
+    batches = plan(lengths, n, max_tokens, budget, pad)
     made = []
     for groups in batches:
         rows = sum(group.count for group in groups)
@@ -30,25 +35,25 @@ def test_each_completion_once_and_within_the_budget(lengths, n, max_tokens, budg
 
 
 def test_a_group_stays_together_where_it_fits():
-    batches = plan_microbatches([10, 10, 10], n=4, max_tokens=10, max_batch_tokens=20 * 6)
+    batches = plan([10, 10, 10], n=4, max_tokens=10, budget=20 * 6)
     assert [[(g.prompt, g.count) for g in b] for b in batches] == [[(0, 4)], [(1, 4)], [(2, 4)]]
 
 
 def test_a_large_group_fills_batches():
-    batches = plan_microbatches([10], n=10, max_tokens=10, max_batch_tokens=20 * 4)
+    batches = plan([10], n=10, max_tokens=10, budget=20 * 4)
     assert [[(g.first, g.count) for g in b] for b in batches] == [[(0, 4)], [(4, 4)], [(8, 2)]]
 
 
 def test_prompts_of_like_length_share_a_batch_longest_first():
-    batches = plan_microbatches([5, 50, 6, 49], n=1, max_tokens=10, max_batch_tokens=120)
+    batches = plan([5, 50, 6, 49], n=1, max_tokens=10, budget=120)
     assert [[g.prompt for g in b] for b in batches] == [[1, 3], [2, 0]]
 
 
 def test_without_padding_only_equal_lengths_share_a_batch():
-    batches = plan_microbatches([5, 6, 5], n=2, max_tokens=10, max_batch_tokens=120, pad=False)
+    batches = plan([5, 6, 5], n=2, max_tokens=10, budget=120, pad=False)
     assert [[g.prompt for g in b] for b in batches] == [[1], [0, 2]]
 
 
 def test_a_row_over_the_budget_is_refused():
     with pytest.raises(PromptError, match=r"prompt 1 has 90 tokens.*max_batch_tokens=99; raise"):
-        plan_microbatches([3, 90], n=1, max_tokens=10, max_batch_tokens=99)
+        plan([3, 90], n=1, max_tokens=10, budget=99)

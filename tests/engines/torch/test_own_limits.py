@@ -34,12 +34,12 @@ def test_a_limit_cuts_what_is_drawn_and_changes_nothing_else(model, only, batch)
 
 def test_a_prompt_that_fits_by_its_own_limit_alone():
     """40 + 2 fit into 45, and 3 + 40; together they would need 40 + 40."""
-    plan = plan_microbatches([40, 3], 2, [2, 40], 45)
+    plan = plan_microbatches([40, 3], 2, [2, 40], 45, only=range(2), pad=True)
     assert [[(g.prompt, g.count) for g in batch] for batch in plan] == [[(0, 1)]] * 2 + [
         [(1, 1)]
     ] * 2
     with pytest.raises(PromptError, match="prompt 0 has 40 tokens and with max_tokens=6"):
-        plan_microbatches([40, 3], 2, [6, 40], 45)
+        plan_microbatches([40, 3], 2, [6, 40], 45, only=range(2), pad=True)
 
 
 @pytest.mark.parametrize("limits", [[0, 9, 9], [9, 9, 10], [9]])
