@@ -1,19 +1,24 @@
-"""What hooks of transformers record, as a part of what the code around them gives.
+"""What code leaves elsewhere than in its result, as a part of what the code around it gives.
 
     model(ids, output_attentions=True, output_router_logits=True)
+    checkpoint(layer, hidden, shared)            # shared["keys"] = ...
 
-A model makes a list for each such output, and hooks inside of its layers append to it. What equal
-layers share, and what is checkpointed, gives tensors and changes nothing outside; so it runs with
-lists of its own, and what has been appended is given with its result.
+A model of transformers makes a list for each such output, and hooks inside of its layers append to
+it. Layers may be handed a mapping, such as of keys and values, that some fill for others. What
+equal layers share, and what is checkpointed, gives tensors and changes nothing outside; so it runs
+with lists and mappings of its own, and what has been put into them is given with its result.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
 
@@ -49,6 +54,67 @@ def checkpoint_recorded(recorder: Any, function: Any, *args: Any, **kwargs: Any)
         return result, *lists
 
     return recorded(recorder, run, function)
+
+
+def checkpoint_filled(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """``checkpoint(function, *args, **kwargs)``, not a reentrant one, which is handed mappings, as
+    arguments or in a ``partial``."""
+    options = {name: value for name, value in kwargs.items() if name in _OPTIONS}
+    named = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    if isinstance(function, partial):
+        args, named = (*function.args, *args), {**function.keywords, **named}
+        function = function.func
+    places = tuple([place for place, value in enumerate(args) if may_be_filled(type(value))])
+    names = tuple([name for name, value in named.items() if may_be_filled(type(value))])
+    run = partial(with_own_mappings, function, places, names)
+    result, *filled = checkpoint(run, *args, **named, **options)
+    mappings = [*[args[place] for place in places], *[named[name] for name in names]]
+    for mapping, items in zip(mappings, filled, strict=True):
+        for key, value in items.items():
+            mapping[key] = value
+    return result
+
+
+def may_be_filled(kind: type) -> bool:
+    """Whether it is a class of mappings, of which a copy is known to be one."""
+    return kind in (dict, OrderedDict, defaultdict) or (
+        issubclass(kind, UserDict) and kind.__init__ is UserDict.__init__
+    )
+
+
+#: Arguments of ``checkpoint`` that it does not hand on.
+_OPTIONS = [*inspect.signature(checkpoint).parameters]
+
+
+def with_own_mappings(
+    function: Any, places: tuple[int, ...], names: tuple[str, ...], *args: Any, **kwargs: Any
+) -> Any:
+    """A function's result, and what it has put into its arguments at these places and of these
+    names, which it is given as copies."""
+    own = {place: _copy(args[place]) for place in places}
+    own_named = {name: _copy(kwargs[name]) for name in names}
+    given = [own.get(place, value) for place, value in enumerate(args)]
+    result = function(*given, **{**kwargs, **own_named})
+    filled = [_filled(args[place], own[place]) for place in places]
+    return result, *filled, *[_filled(kwargs[name], own_named[name]) for name in names]
+
+
+def _copy(mapping: Any) -> Any:
+    return type(mapping)(mapping.data) if isinstance(mapping, UserDict) else mapping.copy()
+
+
+def _filled(before: Any, after: Any) -> dict[Any, Any]:
+    if not all([key in after for key in before]):
+        torch._dynamo.graph_break()  # what is taken out of one is not given with a result
+    return {k: v for k, v in after.items() if k not in before or not _is_still(v, before[k])}
+
+
+def _is_still(value: Any, before: Any) -> bool:
+    """Whether it is the same one; Dynamo asks that of tensors and numbers alone."""
+    if isinstance(value, (tuple, list)) and isinstance(before, (tuple, list)):
+        alike = len(value) == len(before)
+        return alike and all([_is_still(a, b) for a, b in zip(value, before, strict=True)])
+    return value is before
 
 
 def with_own_lists(

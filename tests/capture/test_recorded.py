@@ -1,9 +1,12 @@
-"""Outputs that transformers records by hooks; layers that have them are captured once."""
+"""Outputs that transformers records by hooks, and mappings that layers fill for others."""
 
+from collections import UserDict, defaultdict
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.capture.test_repeated import ONE, VOCAB, check, loss_fn, make, once, optimized
 
@@ -236,3 +239,88 @@ def test_copies_with_other_hooks_around_their_layers():
 
 def _times(module, args, output, by):
     return output * by
+
+
+# ---------------------------------------------------------------------------- mappings
+class Filling(nn.Module):
+    """Its keys are those of the next layer, too. That no key is filled twice and read between is
+    what eager needs: it runs a layer again when all have filled theirs."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.fills, self.name = number % 2 == 0, "ab"[number // 2]
+        self.keys, self.values = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, shared):
+        if self.fills:
+            shared[self.name] = (self.keys(x), x.tanh())
+        keys, before = shared[self.name]
+        shared["last"] = x
+        return self.values(x) + keys.tanh() * before
+
+
+class Sharing(nn.Module):
+    def __init__(self, run, kind=dict, layer=Filling):
+        super().__init__()
+        self.run, self.kind = run, kind
+        self.table = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleList(map(layer, range(4)))
+        self.head = nn.Linear(8, VOCAB, bias=False)
+
+    def forward(self, ids):
+        x, shared = self.table(ids), self.kind()
+        for layer in self.layers:
+            x = self.run(layer, x, shared)
+        return self.head(x + shared["last"])
+
+
+def by_place(layer, x, shared, **options):
+    return checkpoint(layer, x, shared, **{"use_reentrant": False, **options})
+
+
+def by_name(layer, x, shared):
+    return checkpoint(layer, x, shared=shared, use_reentrant=False)
+
+
+def within(layer, x, shared):
+    return checkpoint(partial(layer, shared=shared), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (by_place, UserDict),
+        (by_name, dict),
+        pytest.param(by_place, partial(defaultdict, list), marks=pytest.mark.slow),
+        (within, UserDict),
+    ],
+)
+def test_mappings_that_checkpointed_layers_fill(run, kind):
+    torch.manual_seed(0)
+    model = Sharing(run, kind).double()
+    step = optimized(model)
+    check(step, model)
+    (capture,) = step.captures
+    assert not capture.graph_breaks
+
+
+class Taking(Filling):
+    def forward(self, x, shared):
+        result = super().forward(x, shared)
+        if self.fills:
+            shared.pop("last")
+        return result
+
+
+@pytest.mark.parametrize(
+    ("layer", "reentrant"),
+    [(Taking, False), (Filling, True)],
+    ids=["taken out of", "filled in a reentrant one"],
+)
+def test_mappings_at_which_the_graph_ends(layer, reentrant):
+    torch.manual_seed(0)
+    model = Sharing(partial(by_place, use_reentrant=reentrant), layer=layer).double()
+    step = optimized(model)
+    found, expected = (gradients(model, each) for each in (step, partial(loss_fn, model)))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    assert any(capture.graph_breaks for capture in step.captures)

@@ -53,7 +53,14 @@ from fxrl.capture._dynamo.later import Later
 from fxrl.capture._torch import functions_stay
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
-from fxrl.capture.recorded import checkpoint_recorded, recorder_of_outputs, with_own_lists
+from fxrl.capture.recorded import (
+    checkpoint_filled,
+    checkpoint_recorded,
+    may_be_filled,
+    recorder_of_outputs,
+    with_own_lists,
+    with_own_mappings,
+)
 from fxrl.capture.segments import in_segments
 
 _TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
@@ -243,16 +250,35 @@ def _is_allowed(self: Any, item: Any) -> bool:
 
 
 def _checkpointed(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What hooks record inside of a checkpoint leaves it with its result."""
+    """What is put into mappings inside of a checkpoint, and what hooks record there, leaves it with
+    its result."""
+    inside = getattr(getattr(args[0].realize(), "func", None), "fn", None)
+    if inside not in (with_own_lists, with_own_mappings) and _fills_mappings(args, kwargs):
+        return VariableTracker.build(tx, checkpoint_filled).call_function(tx, args, kwargs)
     effects = tx.output.side_effects
     recorder = effects.id_to_variable.get(id(recorder_of_outputs()))
-    written = effects.store_attr_mutations.get(recorder, {})
-    lists, inside = written.get("global_var"), getattr(args[0].realize(), "func", None)
+    lists = effects.store_attr_mutations.get(recorder, {}).get("global_var")
     none = not isinstance(lists, ConstDictVariable) or not lists.items
-    if none or getattr(inside, "fn", None) is with_own_lists:
+    if none or inside is with_own_lists:
         return _call_checkpoint(self, tx, args, kwargs)
     made = VariableTracker.build(tx, checkpoint_recorded)
     return made.call_function(tx, [recorder, *args], kwargs)
+
+
+def _fills_mappings(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether what is checkpointed may. In a reentrant one what it fills has a gradient or none, by
+    whether it was computed inside: there the graph ends."""
+    function, said = args[0].realize(), kwargs.get("use_reentrant")
+    if said is None or not said.is_python_constant() or said.as_python_constant():
+        return False
+    handed = [*args[1:], *kwargs.values(), *getattr(function, "args", ())]
+    handed += getattr(function, "keywords", {}).values()
+    return any(_may_be_filled(value.realize()) for value in handed)
+
+
+def _may_be_filled(value: Any) -> bool:
+    kinds = (ConstDictVariable, UserDefinedObjectVariable)
+    return isinstance(value, kinds) and may_be_filled(value.python_type())
 
 
 REPLACED: list[tuple[Any, str, Any]] = [
