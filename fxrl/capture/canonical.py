@@ -24,7 +24,6 @@ from fxrl.ir.graph import (
     bound,
     eliminate_dead_code,
     has_hint,
-    hint,
     is_call,
     shape_of,
     val_of,
@@ -41,7 +40,6 @@ def canonicalize(graph: fx.Graph) -> None:
     """
     _forget_offsets(graph)
     _spell_numels(graph)
-    _pad_rows_in_order(graph)
     _settle_slices(graph)
     _rejoin_rows(graph)
     _index_gathered_rows(graph)
@@ -73,20 +71,6 @@ def _spell_numels(graph: fx.Graph) -> None:
 def _numel(builder: Builder, tensor: fx.Node) -> fx.Node:
     sizes = (builder.call(aten.sym_size.int, tensor, dim) for dim in range(len(shape_of(tensor))))
     return reduce(partial(builder.call, operator.mul), sizes)
-
-
-def _pad_rows_in_order(graph: fx.Graph) -> None:
-    """A pad whose width varies is traced as contiguous. By nothing it is a clone, which lies as its
-    input does, and what views it would fail: a length that fills the last chunk as it is."""
-    for pad in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
-        source, widths = cast(tuple[fx.Node, list[Any]], pad.args[:2])
-        strides = [hint(stride) for stride in val_of(source).stride()]
-        if any(isinstance(one, fx.Node) for one in widths) and strides != sorted(strides)[::-1]:
-            builder = Builder(graph)
-            with builder.before(pad):
-                dense = {"memory_format": torch.contiguous_format}
-                rows = builder.call(aten.clone.default, source, **dense)
-            pad.replace_input_with(source, rows)
 
 
 def _settle_slices(graph: fx.Graph) -> None:

@@ -29,7 +29,15 @@ from fxrl.compile._torch import (
 from fxrl.compile.bodies.flex import attach_flex
 from fxrl.ir.bodies import CALL_LAYER, CHECKPOINT, modules_of, what_it_saves
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import HigherOrderOperator, as_node, base_of, inputs_of, is_view, needs_grad
+from fxrl.ir.graph import (
+    HigherOrderOperator,
+    as_node,
+    base_of,
+    inputs_of,
+    is_view,
+    needs_grad,
+    relax_views,
+)
 
 aten = torch.ops.aten
 
@@ -39,6 +47,7 @@ def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
     attach_flex()
     for module in modules_of(gm):
         _keep_what_is_saved(module.graph)
+        relax_views(module.graph)
     restore_checkpoints(gm)
     if calls_higher_order(gm):
         return _with_sums(gm, compile_by_aot(gm, examples, {}))

@@ -383,6 +383,18 @@ def is_same(one: Any, other: Any, *, guards: bool = False) -> bool:
     return same(one, other)
 
 
+def relax_views(graph: fx.Graph) -> None:
+    """Let views of a graph that runs op by op be reshapes.
+
+    NOTE [Why not as they were traced]: a reshape is traced as the view that strides of fake values
+    allow. Some kernels give others (that of a learned attention mask's gradient, which is chosen at
+    run time; constant_pad_nd, of what looks like channels-last), and there a view fails. A reshape
+    is the same view where that can be, else a copy.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+
+
 def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
     """A tensor with another one's sizes, strides and dtype, and by default its device; what is in
     it is undefined."""

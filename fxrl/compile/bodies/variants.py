@@ -27,7 +27,7 @@ from fxrl.compile.bodies.inductor import (
 )
 from fxrl.compile.bodies.trace import TracedBody
 from fxrl.ir.bodies import clone
-from fxrl.ir.graph import Size, val_of
+from fxrl.ir.graph import Size, relax_views, val_of
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, regions_of
 from fxrl.ops.region.groups import group_part, side_by_side
@@ -43,8 +43,6 @@ from fxrl.ops.region.kernels import (
     registered,
 )
 from fxrl.ops.region.tiles import new_vectors
-
-aten = torch.ops.aten
 
 #: More variants than this of one region hint at a size that should not have been specialised.
 _MANY_VARIANTS = 8
@@ -265,12 +263,9 @@ class CompiledRegion(RegionKernels):
 
 
 def _op_by_op(half: fx.GraphModule) -> TensorFunction:
-    """The graph as it runs uncompiled: what views a value copies it where it must, for a kernel
-    that is chosen at run time may lay out its result otherwise than was traced (a learned
-    attention mask's gradient). Inductor settles every layout itself."""
+    """The graph as it runs uncompiled. Inductor settles every layout itself."""
     half = clone(half)
-    for view in half.graph.find_nodes(op="call_function", target=aten.view.default):
-        view.target = aten.reshape.default
+    relax_views(half.graph)
     half.recompile()
     return half
 
