@@ -731,29 +731,3 @@ def test_an_import_that_nobody_catches_is_the_users_error() -> None:
 
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         optimize(make_model(), loss, QUIET)(make_batch())
-
-
-def with_a_hook(model: nn.Module, batch: Any) -> Tensor:
-    kept: list[Tensor] = []
-    handle = model.mix.register_forward_hook(lambda module, args, output: kept.append(output))
-    loss = policy_loss(model, batch)
-    handle.remove()
-    return kept[0].square().mean() + loss
-
-
-def inside_of_a_hook(model: nn.Module, batch: Any) -> Tensor:
-    with model.mix.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,)):
-        changed = policy_loss(model, batch)
-    return changed + policy_loss(model, batch)
-
-
-@pytest.mark.parametrize(
-    "loss_fn", [pytest.param(with_a_hook, marks=pytest.mark.slow), inside_of_a_hook]
-)
-def test_hooks_that_the_loss_registers_end_the_graph_and_are_there(loss_fn: Any) -> None:
-    model = make_model()
-    step = optimize(model, loss_fn, QUIET)
-    for batch in (make_batch(), make_batch(4, 9, seed=2)):
-        assert_matches_eager(step, loss_fn, model, batch)
-    assert fused(step)
-    assert any("a hook is registered as the step runs" in r.reason for r in step.report.remarks)

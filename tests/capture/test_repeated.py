@@ -284,6 +284,61 @@ def test_layers_that_are_handed_what_they_call(handed, said):
         check(step, model)
 
 
+class Shelf:
+    left = None
+
+
+class FindsEmbeddings(Layer):
+    """Adds what its model has left for all layers, and goes by whether it was given that, too."""
+
+    shelf = Shelf()
+    asks = False
+
+    def forward(self, x, bias=None, seen=None):
+        found = self.shelf.left
+        return super().forward(x) + found * (2 if self.asks and x is found else 1)
+
+
+class LeavesEmbeddings(Model):
+    times = None
+
+    def body(self, x):
+        FindsEmbeddings.shelf.left = x if self.times is None else x * self.times
+        found = super().body(x)
+        FindsEmbeddings.shelf.left = None
+        return found
+
+
+@pytest.mark.parametrize(("times", "asks"), [(None, False), (2.0, False), (None, True)])
+def test_layers_that_find_what_the_first_was_given(times, asks, monkeypatch):
+    """The others were given something else, and find the same."""
+    monkeypatch.setattr(FindsEmbeddings, "asks", asks)
+    model = make(FindsEmbeddings, LeavesEmbeddings)
+    model.times = times
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == ("" if asks else "4 layers were captured as 1")
+
+
+class TellsSelfFromCross(Layer):
+    def forward(self, x, also):
+        return super().forward(x) * (2.0 if also[0] is x else 3.0)
+
+
+class GivesTwice(Model):
+    def body(self, x):
+        for layer in self.layers:
+            x = layer(x, (x,))
+        return x
+
+
+def test_layers_that_are_given_one_tensor_twice_know_it():
+    model = make(TellsSelfFromCross, GivesTwice)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 1"
+
+
 class Sharing(Layer):
     """A layer that is given what is shared, and does with it what it is told."""
 
