@@ -731,3 +731,23 @@ def test_an_import_that_nobody_catches_is_the_users_error() -> None:
 
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         optimize(make_model(), loss, QUIET)(make_batch())
+
+
+def test_a_number_of_data_that_a_function_inside_holds() -> None:
+    """In a cell, which a graph that begins behind the number writes: as a comprehension has it."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        longest = int(batch["mask"].sum(1).max()) + 1
+
+        def cut(value: Tensor, end: int) -> Tensor:
+            return value[:, end - 1 : longest - 1]
+
+        ids = cut(batch["ids"], 1)
+        torch._dynamo.graph_break()  # which values as long as data says cannot leave
+        return policy_loss(model, batch | {"ids": ids, "mask": cut(batch["mask"], 2)})
+
+    model = make_model()
+    step = optimize(model, loss, QUIET)
+    for batch in (make_batch(), make_batch(4, 9, seed=2)):
+        assert_matches_eager(step, loss, model, batch)
+    assert fused(step)
