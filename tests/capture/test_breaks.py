@@ -751,3 +751,19 @@ def test_a_number_of_data_that_a_function_inside_holds() -> None:
     for batch in (make_batch(), make_batch(4, 9, seed=2)):
         assert_matches_eager(step, loss, model, batch)
     assert fused(step)
+
+
+def test_rows_that_are_trimmed_to_the_longest_keep_the_head() -> None:
+    """By a number that data says: of [batch, longest] logits, whose sizes were not seen."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        longest = int(batch["mask"].sum(1).max()) + 1
+        ids, mask = batch["ids"][:, :longest], batch["mask"][:, : longest - 1]
+        return policy_loss(model, batch | {"ids": ids, "mask": mask})
+
+    model = make_model()
+    step = optimize(model, loss, CONFIG)
+    for batch in (make_batch(), make_batch(4, 9, seed=2), make_batch(2, 12, seed=3)):
+        assert_matches_eager(step, loss, model, batch)
+    assert fused(step)
+    assert captures(step) == 1
