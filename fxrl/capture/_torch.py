@@ -316,7 +316,7 @@ def written_by_trace(besides: Any, runs_inside: Callable[[int], bool]) -> dict[i
     one), by the objects' ids, the hooks that it has registered, by the ids of their tables, and what
     is in objects that it made and that are reached from there, or by hooks that run inside of a
     layer (``runs_inside``); equal where the same has been written. Python's random generator is one
-    of them, which moves on with each number that is drawn."""
+    of them, which moves on with each number that is drawn. What layers are handed is as hooks are."""
     output = _traced()
     effects, drawn = output.side_effects, output.random_calls
     older = {
@@ -332,7 +332,7 @@ def written_by_trace(besides: Any, runs_inside: Callable[[int], bool]) -> dict[i
     written |= {key: [*map(_as_held, held)] for key, held in hooks.items()}
     seen: dict[int, Any] = {}
     inside = [hook for key, held in hooks.items() if runs_inside(key) for hook in held]
-    waiting = [*older.values(), *inside]
+    waiting = [*older.values(), *inside, *handed_in_trace(output)]
 
     def look(value: Any) -> None:
         if value.mutation_type is None or not effects.is_modified(value):
@@ -369,6 +369,12 @@ class TableOfHooks:
     def changed(self) -> bool:
         """Whether traced code has registered or removed hooks and not undone it."""
         return [*self.own.items] != self.before
+
+
+def handed_in_trace(output: Any) -> list[Any]:
+    """Functions that layers were handed, and that the trace knows by what it made of them."""
+    found: list[Any] = vars(output).setdefault("_fxrl_handed", [])
+    return found
 
 
 def hooks_of_trace(output: Any) -> dict[tuple[int, str], TableOfHooks]:

@@ -267,7 +267,8 @@ class Handing(Model):
         (lambda: [reversed_dims, torch.sin], ""),
         (lambda: [Turned(), Turned()], ""),
         (lambda: [Turned(counts=True)], ""),
-        (lambda: [partial(torch.mul, other=2.0)], ""),
+        (lambda: [partial(torch.mul, other=2.0)], "4 layers were captured as 1"),
+        (lambda: [partial(torch.mul, other=2.0), partial(torch.mul, other=3.0)], ""),
     ],
 )
 def test_layers_that_are_handed_what_they_call(handed, said):
@@ -282,6 +283,36 @@ def test_layers_that_are_handed_what_they_call(handed, said):
         model.handed = [Turned().double()]
         model.also = nn.ModuleList(model.handed)
         check(step, model)
+
+
+class HandsItsOwn(Handing):
+    """Makes what it hands as it runs, and may change what that holds: inside of layers or not."""
+
+    def __init__(self, kind=Layer, depth=4, changes=""):
+        super().__init__(kind, depth)
+        self.changes = changes
+
+    def body(self, x):
+        first, times, inside = x.mean(), [0.5], self.changes == "inside"
+
+        def turned(one):
+            if inside:
+                times.append(times[-1] * 2)
+            return one * times[-1] + first
+
+        for layer in self.layers:
+            x = layer(x, turned)
+            if self.changes == "between":
+                times[0] += 1
+        return x
+
+
+@pytest.mark.parametrize("changes", ["", "inside", "between"])
+def test_layers_that_are_handed_what_the_step_makes(changes):
+    model = make(Handed, HandsItsOwn, changes=changes)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == ("" if changes else "4 layers were captured as 1")
 
 
 class Shelf:

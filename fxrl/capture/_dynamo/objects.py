@@ -59,6 +59,10 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import (
+    FunctoolsPartialVariable,
+    NestedUserFunctionVariable,
+)
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable, RandomVariable
 from torch._dynamo.variables.nn_module import (
@@ -74,7 +78,7 @@ from typing_extensions import is_typeddict
 from fxrl.capture._dynamo.caches import computed_once
 from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
 from fxrl.capture._dynamo.hooks import is_hooked, make_handle, table_of
-from fxrl.capture._torch import GETATTRS, global_hooks
+from fxrl.capture._torch import GETATTRS, global_hooks, handed_in_trace
 from fxrl.capture.repeated import again, feeds, has_read, kind_of_cache, marked
 from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.ir.graph import hint
@@ -495,6 +499,10 @@ def _told(tx: Any, value: Any) -> Any:
     if isinstance(value, UserDefinedObjectVariable) and isinstance(value.value, UserDict):
         name = ConstantVariable.create("data")
         return VariableTracker.build(tx, getattr).call_function(tx, [value, name], {})
+    made = FunctoolsPartialVariable, NestedUserFunctionVariable
+    if isinstance(value, made):  # as the trace made it, and as long as it holds what it held
+        handed_in_trace(tx.output).append(value)
+        return ConstantVariable.create(str(id(value)))
     if not isinstance(value, (UserFunctionVariable, UnspecializedNNModuleVariable)):
         return value
     parts = (value, value.obj.realize()) if isinstance(value, UserMethodVariable) else (value,)
