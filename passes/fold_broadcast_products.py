@@ -5,6 +5,9 @@
 becomes
     %y  = mm(reshape(%x, [b * t, k]), %w)           in the old shape again
 
+``baddbmm`` adds its bias to that, and a convolution one token wide, which people write a loss head
+as, is the product of all tokens, with features and tokens swapped before and behind it.
+
 NOTE [Why fold broadcast products]: ``matmul`` of a non-contiguous 3-D tensor (hidden states after
 a slice) with a weight becomes a batched product with the weight expanded over the batch. It is a
 linear layer all the same, and as one its weight gradient is not made once per sequence.
@@ -19,9 +22,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxrl.analysis.rows.heads import feeds_class_op
 from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import RESHAPES, equal_shapes, is_call, is_tensor, shape_of
+from fxrl.ir.graph import RESHAPES, equal_shapes, hint, is_call, is_tensor, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
@@ -29,20 +33,26 @@ from fxrl.ir.sizes import SizeTable
 aten = torch.ops.aten
 
 
+_BATCHED = (aten.bmm.default, aten.baddbmm.default)
+_ONE_WIDE = ([1], [0], [1], False, [0], 1)  # stride, padding, dilation, transposed, of it, groups
+
+
 @dataclass(frozen=True, slots=True)
 class BroadcastProduct(Site):
-    """A batched product with one weight for all of the batch."""
+    """A batched product, or a convolution, with one weight for all of the batch."""
 
     weight: fx.Node
 
 
 @dataclass(frozen=True)
 class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
-    """``bmm(rows [B, T, H], expand(weight [H, V]))`` as ``mm`` of the flattened rows."""
+    """``bmm(rows [B, T, H], expand(weight [H, V]))`` as ``mm`` of the flattened rows, and
+    ``convolution(rows [B, H, T], weight [V, H, 1])`` where what it computes is read as classes."""
 
     name: ClassVar[str] = "fold-broadcast-products"
     doc: ClassVar[PassDoc] = PassDoc(
-        "a batched product whose right operand is one weight, expanded (`matmul` after a slice)",
+        "a batched product whose right operand is one weight, expanded (`matmul` after a slice), "
+        "or a loss head that is a convolution one token wide",
         "the weight's gradient once per sequence",
         "nothing",
         "the result's sizes cannot be written in the graph",
@@ -50,15 +60,30 @@ class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
 
     def match(self, gm: fx.GraphModule) -> Iterator[BroadcastProduct]:
         for graph in graphs_of(gm):
-            for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
-                if (weight := _expanded(node)) is not None:
-                    yield BroadcastProduct(node, 0, weight)
+            for target in _BATCHED:
+                for node in graph.find_nodes(op="call_function", target=target):
+                    if (weight := _expanded(node)) is not None:
+                        yield BroadcastProduct(node, 0, weight)
+            for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
+                if node.args[3:] == _ONE_WIDE and _is_head(node):
+                    yield BroadcastProduct(node, 0, node.args[1])
 
     def rewrite(self, gm: fx.GraphModule, site: BroadcastProduct, choice: Choice) -> Applied:
-        graph = site.anchor.graph
-        with Builder(graph).before(site.anchor) as builder:
-            _fold(builder, SizeTable(graph), site.anchor, site.weight)
-        return Applied("a batched product with one weight is a product of all rows")
+        graph, node = site.anchor.graph, site.anchor
+        is_wide = node.target is aten.convolution.default
+        with Builder(graph).before(node) as builder:
+            fold = _fold_convolution if is_wide else _fold
+            node.replace_all_uses_with(fold(builder, SizeTable(graph), node, site.weight))
+        what = "a convolution one token wide" if is_wide else "a batched product with one weight"
+        return Applied(f"{what} is a product of all rows")
+
+
+def _is_head(node: fx.Node) -> bool:
+    """Whether a convolution has more channels than it reads, and they are classes."""
+    rows, weight, *_ = node.all_input_nodes
+    given, made = shape_of(rows), shape_of(node)
+    wide = len(made) == 3 and hint(shape_of(weight)[2]) == 1
+    return wide and hint(made[1]) > hint(given[1]) and feeds_class_op(node, hint(made[1]))
 
 
 def _expanded(node: fx.Node) -> fx.Node | None:
@@ -66,9 +91,9 @@ def _expanded(node: fx.Node) -> fx.Node | None:
 
     2-D, or the operand itself, of a batch of one (how ``einsum`` writes a plain product).
     """
-    if not is_call(node, aten.bmm.default):
+    if not is_call(node, *_BATCHED) or node.kwargs:
         return None
-    right: Any = node.args[1]
+    right: Any = node.args[-1]
     sizes = shape_of(right)
     if sizes[0] == 1 and not isinstance(sizes[0], torch.SymInt):
         return right  # type: ignore[no-any-return]
@@ -82,8 +107,9 @@ def _expanded(node: fx.Node) -> fx.Node | None:
     return weight if len(shape_of(weight)) == 2 else None
 
 
-def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> None:
-    rows: Any = node.args[0]
+def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) -> fx.Node:
+    args: Any = node.args
+    *bias, rows, _ = args
     first, *rest = shape_of(node)
     batch = sizes.find(first)
     target = [-1 if batch is None else batch, *map(sizes.arg, rest)]
@@ -91,4 +117,24 @@ def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) ->
         weight = builder.call(aten.squeeze.dim, weight, 0)
     flat = builder.call(aten.reshape.default, rows, [-1, sizes.arg(shape_of(rows)[2])])
     product = builder.call(aten.mm.default, flat, weight)
-    node.replace_all_uses_with(builder.call(aten.reshape.default, product, target))
+    product = builder.call(aten.reshape.default, product, target)
+    return builder.call(aten.add.Tensor, product, bias[0]) if bias else product
+
+
+def _fold_convolution(
+    builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node
+) -> fx.Node:
+    """Laid out as the convolution's result is, for what views it."""
+    args: Any = node.args
+    rows, _, bias = args[:3]
+    batch, classes, tokens = map(sizes.arg, shape_of(node))
+    flat = builder.call(aten.transpose.int, rows, 1, 2)
+    flat = builder.call(aten.reshape.default, flat, [-1, sizes.arg(shape_of(rows)[1])])
+    weight = builder.call(aten.t.default, builder.call(aten.squeeze.dim, weight, 2))
+    product = builder.call(aten.mm.default, flat, weight)
+    if bias is not None:
+        product = builder.call(aten.add.Tensor, product, bias)
+    product = builder.call(aten.reshape.default, product, [batch, tokens, classes])
+    product = builder.call(aten.transpose.int, product, 1, 2)
+    dense = {"memory_format": torch.contiguous_format}
+    return builder.call(aten.clone.default, product, **dense)

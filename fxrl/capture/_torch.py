@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from inspect import isroutine
 from operator import itemgetter
@@ -35,7 +36,7 @@ from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's 
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # what an op says of fake tensors, in Dynamo's words
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons  # every break so far, in order; reset() clears
-from torch._dynamo.variables import ConstDictVariable, SetVariable
+from torch._dynamo.variables import ConstantVariable, ConstDictVariable, SetVariable
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, AttributeMutationNew, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
@@ -310,11 +311,12 @@ def _traced() -> Any:
     return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
 
 
-def written_by_trace(besides: Any = None) -> dict[int, Any]:
+def written_by_trace(besides: Any, runs_inside: Callable[[int], bool]) -> dict[int, Any]:
     """What traced code has written into Python objects that are older than the trace (``besides``
-    one), by the objects' ids, and what is in those that it made and that are reached from there;
-    equal where the same has been written. Python's random generator is one of them, which moves on
-    with each number that is drawn."""
+    one), by the objects' ids, the hooks that it has registered, by the ids of their tables, and what
+    is in objects that it made and that are reached from there, or by hooks that run inside of a
+    layer (``runs_inside``); equal where the same has been written. Python's random generator is one
+    of them, which moves on with each number that is drawn. What layers are handed is as hooks are."""
     output = _traced()
     effects, drawn = output.side_effects, output.random_calls
     older = {
@@ -325,8 +327,12 @@ def written_by_trace(besides: Any = None) -> dict[int, Any]:
     }
     written: dict[int, Any] = {id(drawn): len(drawn)}
     written |= {key: _contents(effects, held) for key, held in older.items()}
+    tables = [table for table in hooks_of_trace(output).values() if table.changed]
+    hooks = {id(table.of_module): [*table.own.items.values()] for table in tables}
+    written |= {key: [*map(_as_held, held)] for key, held in hooks.items()}
     seen: dict[int, Any] = {}
-    waiting = [*older.values()]
+    inside = [hook for key, held in hooks.items() if runs_inside(key) for hook in held]
+    waiting = [*older.values(), *inside, *handed_in_trace(output)]
 
     def look(value: Any) -> None:
         if value.mutation_type is None or not effects.is_modified(value):
@@ -341,6 +347,40 @@ def written_by_trace(besides: Any = None) -> dict[int, Any]:
 
 
 _OLDER = (ValueMutationExisting, AttributeMutationExisting)
+
+
+@dataclass(frozen=True)
+class TableOfHooks:
+    """Hooks of a module while it is traced.
+
+    Attributes:
+        module: whose they are.
+        of_module: its own table, which is as it was.
+        own: the trace's.
+        before: its keys as it was made, in order.
+    """
+
+    module: torch.nn.Module
+    of_module: Any
+    own: Any
+    before: list[Any]
+
+    @property
+    def changed(self) -> bool:
+        """Whether traced code has registered or removed hooks and not undone it."""
+        return [*self.own.items] != self.before
+
+
+def handed_in_trace(output: Any) -> list[Any]:
+    """Functions that layers were handed, and that the trace knows by what it made of them."""
+    found: list[Any] = vars(output).setdefault("_fxrl_handed", [])
+    return found
+
+
+def hooks_of_trace(output: Any) -> dict[tuple[int, str], TableOfHooks]:
+    """The tables of modules that traced code registers hooks on, by id and by name."""
+    found: dict[tuple[int, str], TableOfHooks] = vars(output).setdefault("_fxrl_hooks", {})
+    return found
 
 
 def _is_still_empty(held: Any) -> bool:
@@ -367,6 +407,11 @@ def _contents(effects: Any, held: Any) -> Any:
 def _told(value: Any) -> Any:
     value = getattr(value, "vt", value).unwrap()  # a key of a dict, or an item of a set
     return repr(value.as_python_constant()) if value.is_python_constant() else _same(value)
+
+
+def _as_held(value: Any) -> Any:
+    """A hook; or a constant, which torch 2.11 makes anew each time."""
+    return repr(value) if isinstance(value, ConstantVariable) else _same(value)
 
 
 def _same(value: Any) -> tuple[int, Any]:

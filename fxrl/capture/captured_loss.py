@@ -314,7 +314,8 @@ class CapturedLoss:
         why = in_one_line(str(cause))
         what = f"{type(cause).__name__}: {why}"
         what += f", in {code}" if code else ""
-        refused = failure.__cause__
+        # Dynamo raises one of its own for a refusal of what it traces, which is then the context.
+        refused = failure.__cause__ or failure.__context__
         what, cure = (refused.reason, refused.cure) if isinstance(refused, Refusal) else (what, "")
         if way == _WHOLE:
             reason = f"equal layers are captured one by one, which takes longer ({why})"

@@ -195,6 +195,7 @@ class LayerContents:
             else:
                 self._empty.append(table)
             if not around:
+                self.held[id(table)] = len(self.held)  # the trace may register some there
                 yield from ((name, order[key], self._fact(name, v)) for key, v in table.items())
         self.hooked |= bool(order) and not around
 

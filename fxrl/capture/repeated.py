@@ -133,8 +133,12 @@ class Layer:
         the layer gets back is what it puts in; so that is what it gets, and nothing is kept.
         ``_UNKEPT`` stands in its place: code that reads the cache fails to be captured this way.
 
-        NOTE [Why a first layer that trains is fed a gradient]: the one that a model begins with is
-        given none where embeddings are frozen, and the others are, by what it trains. Of an
+        NOTE [Why a first layer is fed]: what it was given it may also find by itself, such as the
+        embeddings that a model keeps for all its layers. Other layers are given other values and
+        find the same one, so what it is given is told from all else by a name of its own.
+
+        NOTE [Why one that trains is fed a gradient]: the one that a model begins with is given none
+        where embeddings are frozen, and the others are, by what it trains. Of an
         ``autograd.Function`` whose arguments have no gradient Dynamo traces the forward alone,
         which the others would differentiate.
 
@@ -146,7 +150,7 @@ class Layer:
         original: Any = self.module.forward
         trace = partial(_trace_again, self.token)
         if self.first is self:
-            trace = partial(_trace_first, self.token, _fed if self.trains else _as_given)
+            trace = partial(_trace_first, self.token, self.trains)
         recorder = recorder_of_outputs() if self.contents.hooked else None
         call = partial(_trace_recorded, self.token, recorder, trace)
 
@@ -313,21 +317,29 @@ def counts_hidden_states(token: int) -> Tensor:
     raise Refusal(f"{_LAYERS[token].path} records hidden states of its parts")
 
 
-def _trace_first(
-    token: int, feed: Callable[[Any], Any], original: Any, given: Any, told: Any
-) -> Any:
+def _trace_first(token: int, trains: bool, original: Any, given: Any, told: Any) -> Any:
     begin = begins(token, *told)
     args, kwargs = given
-    fed = {name: feed(value) for name, value in kwargs.items()}
-    return ends(token, begin, original(*[feed(value) for value in args], **fed))
+    known: list[tuple[Any, Any]] = []
+    fed = {name: _fed(value, known, trains) for name, value in kwargs.items()}
+    return ends(token, begin, original(*[_fed(value, known, trains) for value in args], **fed))
 
 
 def _as_given(value: Any) -> Any:
     return value
 
 
-def _fed(value: Any) -> Any:
-    return feeds(value) if isinstance(value, Tensor) and _is_starved(value) else value
+def _fed(value: Any, known: list[tuple[Any, Any]], trains: bool) -> Any:
+    """What stands for an argument, or a part of one, while a first layer is traced."""
+    if type(value) is tuple:
+        return tuple([_fed(part, known, False) for part in value])
+    if type(value) is not Tensor:
+        return value
+    for one, its in known:
+        if one is value:  # which the layer may ask of two
+            return its
+    known.append((value, feeds(value, trains and _is_starved(value))))
+    return known[-1][1]
 
 
 def _is_starved(value: Tensor) -> bool:
@@ -352,9 +364,9 @@ def begins(token: int, args: Any, kwargs: Any) -> Tensor:
 
 
 @in_graph
-def feeds(value: Tensor) -> Tensor:
-    """An argument of a first layer, as it is where it has a gradient."""
-    return torch.clone(memory_like(value).requires_grad_())
+def feeds(value: Tensor, starved: bool) -> Tensor:
+    """An argument of a first layer; of one that is starved as it is where it has a gradient."""
+    return torch.clone(memory_like(value).requires_grad_(starved or value.requires_grad))
 
 
 @in_graph
@@ -399,13 +411,17 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
 
 
 def _written() -> dict[int, Any]:
-    return written_by_trace(besides=recorder_of_outputs())
+    return written_by_trace(recorder_of_outputs(), _is_inside)
 
 
 def _apart(written: dict[int, Any]) -> dict[int, Any]:
     """What is written into objects that no layer holds, such as ``context.layer = i``."""
-    held = [layer.contents.held for layer in _LAYERS.values()] if written else []
-    return {key: what for key, what in written.items() if not any(key in one for one in held)}
+    return {key: what for key, what in written.items() if not _is_inside(key)}
+
+
+def _is_inside(key: int) -> bool:
+    """Whether a layer holds the object of this id."""
+    return any(key in layer.contents.held for layer in _LAYERS.values())
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -111,8 +111,14 @@ class _Body:
     gm: fx.GraphModule
     arguments: Any  # what the layer was given, of graph values
     inputs: list[fx.Node]  # the values that it reads, in the order of its inputs
+    fed: dict[fx.Node, fx.Node]  # of those, what stands for an argument: for which
     frame: _Frame  # the graph that they are of
     result: Any  # the layer's result, of graph values
+
+    def is_unfed(self, node: fx.Node) -> bool:
+        """Whether the layer was given a value, in a dictionary say, as nothing else than itself."""
+        given = [leaf for leaf in pytree.tree_leaves(self.arguments) if leaf is node]
+        return len(given) > [*self.fed.values()].count(node)
 
 
 class _Sharing:
@@ -145,22 +151,25 @@ class _Sharing:
     def _share_first(self, frame: _Frame, begin: fx.Node, end: fx.Node) -> None:
         token: Any = end.args[0]
         graph = frame.gm.graph
-        fed = graph.find_nodes(op="call_function", target=feeds)
-        for node in fed:
-            node.replace_all_uses_with(node.args[0])  # what it was told of a gradient holds here
-            graph.erase_node(node)
         order = list(graph.nodes)
-        inside = order[order.index(begin) + 1 : order.index(end)]
+        traced = order[order.index(begin) + 1 : order.index(end)]
+        fed = {node: as_node(node.args[0]) for node in traced if node.target is feeds}
+        starved = any(node.args[1] for node in fed)
+        inside = [node for node in traced if node not in fed]
+        within = {*inside, end}
+        for node, argument in fed.items():
+            node.replace_all_uses_with(argument, lambda user: user not in within)
         results = [leaf for leaf in pytree.tree_leaves(end.args[2]) if isinstance(leaf, fx.Node)]
-        _copy_sizes(inside, begin, end)
+        _copy_sizes(inside, begin, end, fed)
         _check_closed(layer_of(token).path, inside, end)
-        body, inputs = _cut(frame.gm, inside, results)
-        if fed and any(map(_is_trained, results)) and not any(map(_is_trained, inputs)):
+        body, inputs = _cut(frame.gm, inside, results, fed)
+        given = [fed.get(node, node) for node in inputs]
+        if starved and any(map(_is_trained, results)) and not any(map(_is_trained, given)):
             raise Refusal(f"{layer_of(token).path} reads none of what it trains")
         body.meta["layer_path"] = module_path(end)
-        self._bodies[token] = _Body(body, begin.args[1:], inputs, frame, end.args[2])
-        _call(frame, end, self._bodies[token], inputs)
-        for node in (*reversed(inside), begin):
+        self._bodies[token] = _Body(body, begin.args[1:], inputs, fed, frame, end.args[2])
+        _call(frame, end, self._bodies[token], given)
+        for node in (*reversed(traced), begin):
             graph.erase_node(node)
 
     def _share_again(self, frame: _Frame, node: fx.Node) -> None:
@@ -171,30 +180,34 @@ class _Sharing:
             if any(layer.first.may_hold(value_at(place)) for place in self._read.get(name, ())):
                 raise Refusal(f"{layer.first.path} reads its {name}; {layer.path} has another")
         given = _matched(layer, body.arguments, node.args[1:])
-        inputs = [self._equal(layer, one, body.frame, frame, given) for one in body.inputs]
+        inputs = [self._equal(layer, one, body, frame, given) for one in body.inputs]
         _call(frame, node, body, inputs)
 
     def _equal(
         self,
         layer: Layer,
         node: fx.Node,
-        theirs: _Frame,
+        body: _Body,
         ours: _Frame,
         given: dict[fx.Node, fx.Node],
     ) -> fx.Node:
-        """What ``layer`` reads where the first one reads ``node``."""
-        if node in given:
+        """What ``layer`` reads where the first one reads ``node``.
+
+        NOTE [Why all find the same value]: what is no argument a layer finds in Python objects,
+        into which nothing is written between its call and the first one's.
+        """
+        if node in body.fed:
+            return given[body.fed[node]]
+        if node in given and body.is_unfed(node):
             return given[node]
-        outer = theirs.outermost(node)
+        outer = body.frame.outermost(node)
         example = getattr(outer.meta.get("grapharg"), "example", None)
         if (place := layer.first.place_of(example)) is not None:
             return ours.bring(self._input(layer, place, outer))
-        if outer.op != "placeholder" and not isinstance(example_of(outer), torch.SymInt):
-            raise Refusal(f"{layer.first.path} reads %{outer}, which is no argument of it")
         if outer.graph is ours.gm.graph:
             return outer
         if outer.graph is not self._graph:
-            raise Refusal(f"{layer.path} runs in another graph than %{outer}, a size that it reads")
+            raise Refusal(f"{layer.path} runs in another graph than %{outer}, which it reads")
         return ours.bring(outer)
 
     def _input(self, layer: Layer, place: int, like: fx.Node) -> fx.Node:
@@ -226,16 +239,18 @@ def _is_trained(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _copy_sizes(inside: list[fx.Node], begin: fx.Node, end: fx.Node) -> None:
+def _copy_sizes(
+    inside: list[fx.Node], begin: fx.Node, end: fx.Node, fed: dict[fx.Node, fx.Node]
+) -> None:
     """Let code behind a layer read sizes that were computed in it from copies ahead of it: Dynamo
     computes each size once, where the first tensor has it."""
-    within, copies = {*inside}, dict[fx.Node, fx.Node]()
+    within, copies = {*inside}, {**fed}
     for node in inside:
         is_size = isinstance(example_of(node), torch.SymInt)
         if is_size and all(n in copies or n not in within for n in node.all_input_nodes):
             with begin.graph.inserting_before(begin):
                 copies[node] = begin.graph.node_copy(node, lambda n: copies.get(n, n))
-    for node, copy in reversed(copies.items()):
+    for node, copy in reversed([pair for pair in copies.items() if pair[0] not in fed]):
         node.replace_all_uses_with(copy, lambda user: user not in within and user is not end)
         if not copy.users:
             copy.graph.erase_node(copy)
@@ -250,7 +265,7 @@ def _check_closed(path: str, inside: list[fx.Node], end: fx.Node) -> None:
 
 
 def _cut(
-    gm: fx.GraphModule, inside: list[fx.Node], results: list[fx.Node]
+    gm: fx.GraphModule, inside: list[fx.Node], results: list[fx.Node], fed: dict[fx.Node, fx.Node]
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
     """These nodes as a graph of their own, and the values that it reads."""
     known = set(inside)
@@ -258,9 +273,13 @@ def _cut(
     inputs = [n for n in dict.fromkeys(read) if n not in known and n.op != "get_attr"]
     graph = fx.Graph()
     places: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        places[node] = graph.placeholder(_input_name(node))
-        places[node].meta["example_value"] = example_of(node)
+    values = [fed.get(node, node) for node in inputs]
+    for node, value in zip(inputs, values, strict=True):
+        places[node] = graph.placeholder(_input_name(value))
+        example = example_of(value)
+        if node in fed and values.count(value) > 1:  # what is one value here is two elsewhere
+            example = fake_like(example).requires_grad_(example.requires_grad)
+        places[node].meta["example_value"] = example
     constants = [n for n in dict.fromkeys(read) if n not in known and n.op == "get_attr"]
     for node in (*constants, *inside):
         places[node] = graph.node_copy(node, places.__getitem__)

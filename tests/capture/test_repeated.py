@@ -268,7 +268,8 @@ class Handing(Model):
         (lambda: [reversed_dims, torch.sin], ""),
         (lambda: [Turned(), Turned()], ""),
         (lambda: [Turned(counts=True)], ""),
-        (lambda: [partial(torch.mul, other=2.0)], ""),
+        (lambda: [partial(torch.mul, other=2.0)], "4 layers were captured as 1"),
+        (lambda: [partial(torch.mul, other=2.0), partial(torch.mul, other=3.0)], ""),
     ],
 )
 def test_layers_that_are_handed_what_they_call(handed, said):
@@ -283,6 +284,91 @@ def test_layers_that_are_handed_what_they_call(handed, said):
         model.handed = [Turned().double()]
         model.also = nn.ModuleList(model.handed)
         check(step, model)
+
+
+class HandsItsOwn(Handing):
+    """Makes what it hands as it runs, and may change what that holds: inside of layers or not."""
+
+    def __init__(self, kind=Layer, depth=4, changes=""):
+        super().__init__(kind, depth)
+        self.changes = changes
+
+    def body(self, x):
+        first, times, inside = x.mean(), [0.5], self.changes == "inside"
+
+        def turned(one):
+            if inside:
+                times.append(times[-1] * 2)
+            return one * times[-1] + first
+
+        for layer in self.layers:
+            x = layer(x, turned)
+            if self.changes == "between":
+                times[0] += 1
+        return x
+
+
+@pytest.mark.parametrize("changes", ["", "inside", "between"])
+def test_layers_that_are_handed_what_the_step_makes(changes):
+    model = make(Handed, HandsItsOwn, changes=changes)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == ("" if changes else "4 layers were captured as 1")
+
+
+class Shelf:
+    left = None
+
+
+class FindsEmbeddings(Layer):
+    """Adds what its model has left for all layers, and goes by whether it was given that, too."""
+
+    shelf = Shelf()
+    asks = False
+
+    def forward(self, x, bias=None, seen=None):
+        found = self.shelf.left
+        return super().forward(x) + found * (2 if self.asks and x is found else 1)
+
+
+class LeavesEmbeddings(Model):
+    times = None
+
+    def body(self, x):
+        FindsEmbeddings.shelf.left = x if self.times is None else x * self.times
+        found = super().body(x)
+        FindsEmbeddings.shelf.left = None
+        return found
+
+
+@pytest.mark.parametrize(("times", "asks"), [(None, False), (2.0, False), (None, True)])
+def test_layers_that_find_what_the_first_was_given(times, asks, monkeypatch):
+    """The others were given something else, and find the same."""
+    monkeypatch.setattr(FindsEmbeddings, "asks", asks)
+    model = make(FindsEmbeddings, LeavesEmbeddings)
+    model.times = times
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == ("" if asks else "4 layers were captured as 1")
+
+
+class TellsSelfFromCross(Layer):
+    def forward(self, x, also):
+        return super().forward(x) * (2.0 if also[0] is x else 3.0)
+
+
+class GivesTwice(Model):
+    def body(self, x):
+        for layer in self.layers:
+            x = layer(x, (x,))
+        return x
+
+
+def test_layers_that_are_given_one_tensor_twice_know_it():
+    model = make(TellsSelfFromCross, GivesTwice)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 1"
 
 
 class Sharing(Layer):

@@ -239,6 +239,47 @@ def test_one_weight_for_the_batch_is_one_product():
     )
 
 
+def wide(x, w, b):
+    return F.conv1d(x, w, b).log_softmax(1)
+
+
+def viewed(x, w, b):
+    return F.conv1d(x[..., 1:], w, b).view(2, 15).view(2, 5, 3).logsumexp(1)
+
+
+def biased(x, w, b):
+    return torch.baddbmm(b[None, None], x, w[..., 0].t().expand(2, -1, -1)).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("head", "sizes", "said"),
+    [
+        (wide, (2, 3, 4), "a convolution one token wide is a product of all rows"),
+        (viewed, (2, 3, 4), "a convolution one token wide is a product of all rows"),
+        (biased, (2, 4, 3), "a batched product with one weight is a product of all rows"),
+    ],
+)
+def test_heads_in_other_spellings_are_products_of_all_rows(head, sizes, said):
+    gm, report = rewritten(FoldBroadcastProducts(), head, draw(*sizes), draw(5, 3, 1), draw(5))
+    assert "aten.mm" in print_graph(gm)
+    assert reasons(report) == said
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.conv1d(x, w).tanh(),
+        lambda x, w: F.conv1d(x, w, stride=2).log_softmax(1),
+        lambda x, w: F.conv1d(x, w[:2]).log_softmax(1),
+    ],
+    ids=["no classes", "strided", "narrow"],
+)
+def test_convolutions_that_are_no_heads_stay(function):
+    gm, report = rewritten(FoldBroadcastProducts(), function, draw(2, 3, 4), draw(5, 3, 1))
+    assert "aten.convolution" in print_graph(gm)
+    assert not report.remarks
+
+
 def test_a_matrix_for_each_sequence_stays():
     gm, report = rewritten(
         FoldBroadcastProducts(), lambda x, w: torch.bmm(x, w), draw(2, 4, 3), draw(2, 3, 5)

@@ -224,10 +224,10 @@ def _adapts(node: fx.Node) -> bool:
     return False
 
 
-def feeds_class_op(head: fx.Node) -> bool:
+def feeds_class_op(head: fx.Node, classes: int | None = None) -> bool:
     """Whether a softmax, gather, argmax or sort reads a product through elementwise and layout ops
-    alone, as those of a loss head or a router are read."""
-    width = hint(shape_of(head)[-1])
+    alone, as those of a loss head or a router are read. Its columns are ``classes``."""
+    width = hint(shape_of(head)[-1]) if classes is None else classes
     seen = reached([head], lambda node: filter(_transparent, node.users))
     return any(
         is_tensor(node) and width in map(hint, shape_of(node))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
 from torch import fx
 
@@ -112,11 +113,11 @@ def _block(
     if i >= len(old) or j >= len(new):
         raise Refusal("a view splits dims in a way fxrl cannot follow")
     left, right = old[i][0], new[j][0]
-    while hint(left) != hint(right):
-        if hint(left) < hint(right) and i_end < len(old):
+    while (more := _compared(left, right)) != 0:
+        if more < 0 and i_end < len(old):
             left *= old[i_end][0]
             i_end += 1
-        elif hint(right) < hint(left) and j_end < len(new):
+        elif more > 0 and j_end < len(new):
             right *= new[j_end][0]
             j_end += 1
         else:
@@ -125,6 +126,20 @@ def _block(
     if not at_end and not rules.same_size(left, right):
         raise Refusal("a view splits dims in a way fxrl cannot follow")
     return i_end, j_end
+
+
+def _compared(left: Size, right: Size) -> int:
+    """Whether one holds more (1, -1) or both the same (0); of what data decides, which was not seen
+    as a number, what is left of a product that has the other in it."""
+    if has_hint(left, right):
+        return (hint(left) > hint(right)) - (hint(left) < hint(right))
+    if str(left) == str(right):
+        return 0
+    exprs = [one if isinstance(one, int) else one.node.expr for one in (left, right)]
+    ratio = sympy.sympify(exprs[0]) / exprs[1]
+    if ratio.as_numer_denom()[1] == 1:
+        return 1
+    return -1 if (1 / ratio).as_numer_denom()[1] == 1 else 0
 
 
 def unsqueeze(rules: RowRules, node: fx.Node) -> RowValue:

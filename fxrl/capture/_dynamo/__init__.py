@@ -7,6 +7,7 @@ would end the graph at.
 ``objects``  imports, classes, instances, layers  ``ends``     where a graph may end
 ``caches``   what Python computes once            ``counters`` what it counts
 ``kept``     lists that grow, and what is stored  ``later``    what is made behind a graph
+``hooks``    those that it registers
 
 Each has ``REPLACED``, methods of Dynamo, and maybe ``HANDLERS``, instructions of Python that are
 traced otherwise; all are put back behind each capture.

@@ -19,6 +19,7 @@ from torch._dynamo.variables import (
     SymNodeVariable,
 )
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.misc import CellVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from fxrl.capture._torch import dynamo_settings, places_written
@@ -34,7 +35,8 @@ def note_written(effects: Any) -> None:
 
 def _written(effects: Any) -> Iterator[tuple[str, Any]]:
     for owner, attributes in effects.store_attr_mutations.items():
-        if owner.source is not None:
+        # The cell of a local that a comprehension reads has a source without a name.
+        if owner.source is not None and not isinstance(owner, CellVariable):
             for name, value in attributes.items():
                 if _is_number(value):
                     yield owner.source.name, name

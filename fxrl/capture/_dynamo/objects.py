@@ -59,6 +59,10 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import (
+    FunctoolsPartialVariable,
+    NestedUserFunctionVariable,
+)
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable, RandomVariable
 from torch._dynamo.variables.nn_module import (
@@ -73,8 +77,9 @@ from typing_extensions import is_typeddict
 
 from fxrl.capture._dynamo.caches import computed_once
 from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
-from fxrl.capture._torch import GETATTRS, global_hooks
-from fxrl.capture.repeated import again, has_read, kind_of_cache, marked
+from fxrl.capture._dynamo.hooks import is_hooked, make_handle, table_of
+from fxrl.capture._torch import GETATTRS, global_hooks, handed_in_trace
+from fxrl.capture.repeated import again, feeds, has_read, kind_of_cache, marked
 from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.ir.graph import hint
 
@@ -121,8 +126,9 @@ def _load_attribute(translator: Any, instruction: Any) -> None:
 
 
 def _compare(translator: Any, instruction: Any) -> None:
-    """Two modules that are compared tell layers apart. That two objects are not one holds until
-    they are, which Dynamo does not guard."""
+    """Two modules that are compared tell layers apart, and so does an argument of one that may be
+    what it has found by itself. That two objects are not one holds until they are, which Dynamo
+    does not guard."""
     sides = translator.stack[-2:]
     getattr(translator, instruction.opname)(instruction)
     sides = [side.realize() for side in sides]
@@ -130,6 +136,12 @@ def _compare(translator: Any, instruction: Any) -> None:
         return
     if all(isinstance(side, UnspecializedNNModuleVariable) for side in sides):
         has_read(*(side.value for side in sides))
+    tensors = [side.as_proxy().node for side in sides if isinstance(side, TensorVariable)]
+    asked = len(tensors) == 2 and instruction.opname == "IS_OP"
+    of_layer = {node.target is feeds for node in tensors if node.graph is tensors[0].graph}
+    if asked and len(of_layer) == 2:
+        why = "a layer asks whether its argument is a tensor that it has by itself"
+        unimplemented(gb_type="is", context="", explanation=why, hints=[])
     left, right = sides
     if left.source and right.source and left is not right and instruction.opname == "IS_OP":
         guard_by(lambda own, other: f"{other} is not {own}", left.source, right.source)
@@ -140,7 +152,8 @@ _OBJECTS = BaseListVariable, ConstDictVariable, TensorVariable, UserDefinedObjec
 
 def _module_attribute(self: Any, tx: Any, name: str) -> Any:
     has_read(self.value)
-    if (made := computed_once(self, tx, name)) is not None:
+    read = partial(_attribute_of_module, self, tx, name)
+    if (made := table_of(self.value, name, tx, read) or computed_once(self, tx, name)) is not None:
         return made
     with _missing_until_found(self.source, name):
         return _attribute_of_module(self, tx, name)
@@ -335,9 +348,8 @@ def _holder(source: Any, root: Any) -> Any:
 def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if tx.next_instruction.opname == "GET_ITER" and _is_progress_bar(self.value) and len(args) == 1:
         return args[0]  # ``for row in tqdm(rows)``: the loop has run before a bar could be drawn
-    if self.value is RemovableHandle:  # what it does with a module's hooks would raise while traced
-        why = "a hook is registered as the step runs; register it before, and keep it"
-        unimplemented(gb_type="register_hook()", context="", explanation=why, hints=[])
+    if self.value is RemovableHandle:
+        return make_handle(tx, *args, **kwargs)
     if self.value is torch.nn.CrossEntropyLoss:  # Dynamo calls torch's function, unguarded
         here = AttrSource(tx.import_source(__name__), _CrossEntropyLoss.__name__)
         own = UserDefinedClassVariable(_CrossEntropyLoss, source=here)
@@ -447,7 +459,7 @@ def _call_layer(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     module does around its forward is nothing without hooks, which are watched, and tracing it takes
     4 ms a layer; checkpointing that stands there is traced as a part of the layer."""
     layer = marked(self.value) if self.source and not global_hooks() else None
-    if layer is None:
+    if layer is None or is_hooked(self.value, tx):
         return _call_module(self, tx, args, kwargs)
     around, checkpointed = _around_forward(self.value)
     inside = hasattr(self.value.forward, "checkpointed")
@@ -487,6 +499,10 @@ def _told(tx: Any, value: Any) -> Any:
     if isinstance(value, UserDefinedObjectVariable) and isinstance(value.value, UserDict):
         name = ConstantVariable.create("data")
         return VariableTracker.build(tx, getattr).call_function(tx, [value, name], {})
+    made = FunctoolsPartialVariable, NestedUserFunctionVariable
+    if isinstance(value, made):  # as the trace made it, and as long as it holds what it held
+        handed_in_trace(tx.output).append(value)
+        return ConstantVariable.create(str(id(value)))
     if not isinstance(value, (UserFunctionVariable, UnspecializedNNModuleVariable)):
         return value
     parts = (value, value.obj.realize()) if isinstance(value, UserMethodVariable) else (value,)
