@@ -33,6 +33,7 @@ from fxrl.ir.graph import (
     has_hint,
     hint,
     is_call,
+    is_equal,
     op_name,
     order_of_dims,
     shape_of,
@@ -129,17 +130,19 @@ def _block(
 
 
 def _compared(left: Size, right: Size) -> int:
-    """Whether one holds more (1, -1) or both the same (0); of what data decides, which was not seen
-    as a number, what is left of a product that has the other in it."""
+    """Whether one holds more (1, -1) or both the same (0). Of what data decides, and was not seen
+    as a number, a product holds more that has the other in it."""
     if has_hint(left, right):
         return (hint(left) > hint(right)) - (hint(left) < hint(right))
-    if str(left) == str(right):
+    if is_equal(left, right):
         return 0
-    exprs = [one if isinstance(one, int) else one.node.expr for one in (left, right)]
-    ratio = sympy.sympify(exprs[0]) / exprs[1]
+    one, other = (size if isinstance(size, int) else size.node.expr for size in (left, right))
+    ratio = sympy.sympify(one) / other
     if ratio.as_numer_denom()[1] == 1:
         return 1
-    return -1 if (1 / ratio).as_numer_denom()[1] == 1 else 0
+    if (1 / ratio).as_numer_denom()[1] == 1:
+        return -1
+    raise Refusal("a view splits dims in a way fxrl cannot follow")
 
 
 def unsqueeze(rules: RowRules, node: fx.Node) -> RowValue:
