@@ -32,6 +32,7 @@ from torch._dispatch.python import enable_python_dispatcher as enable_python_dis
 from torch._dynamo.callback import callback_handler  # called when a compilation begins and ends
 from torch._dynamo import OptimizedModule as OptimizedModule  # what torch.compile makes of a module
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
+from torch._dynamo import graph_break as graph_break  # ends the graph where it is traced
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException  # base of what capture raises on purpose
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # what an op says of fake tensors, in Dynamo's words

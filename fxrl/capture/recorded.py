@@ -18,8 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import checkpoint
+
+from fxrl.capture._torch import graph_break
 
 
 def recorder_of_outputs() -> Any:
@@ -105,7 +106,7 @@ def _copy(mapping: Any) -> Any:
 
 def _filled(before: Any, after: Any) -> dict[Any, Any]:
     if not all([key in after for key in before]):
-        torch._dynamo.graph_break()  # what is taken out of one is not given with a result
+        graph_break()  # what is taken out of one is not given with a result
     return {k: v for k, v in after.items() if k not in before or not _is_still(v, before[k])}
 
 
