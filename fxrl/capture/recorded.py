@@ -105,9 +105,15 @@ def _copy(mapping: Any) -> Any:
 
 
 def _filled(before: Any, after: Any) -> dict[Any, Any]:
-    if not all([key in after for key in before]):
-        graph_break()  # what is taken out of one is not given with a result
-    return {k: v for k, v in after.items() if k not in before or not _is_still(v, before[k])}
+    """In loops: a comprehension would hold the mapping, as another way to it."""
+    found = {}
+    for key in before:
+        if key not in after:
+            graph_break()  # what is taken out of one is not given with a result
+    for key, value in after.items():
+        if key not in before or not _is_still(value, before[key]):
+            found[key] = value
+    return found
 
 
 def _is_still(value: Any, before: Any) -> bool:

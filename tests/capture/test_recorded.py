@@ -2,6 +2,7 @@
 
 from collections import UserDict, defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,6 +311,36 @@ class Taking(Filling):
         if self.fills:
             shared.pop("last")
         return result
+
+
+class Finding(Filling):
+    """Reads what it has put into its argument as it finds it elsewhere."""
+
+    def forward(self, x, shared, also=None):
+        shared[self.name] = (self.keys(x), x)
+        shared["last"] = x
+        found = self.holder.shared if also is None else also
+        return self.values(x) + found[self.name][0].tanh()
+
+
+def kept_by_an_object(layer, x, shared):
+    layer.holder.shared = shared
+    return by_place(layer, x, shared)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [kept_by_an_object, lambda layer, x, shared: by_place(layer, x, shared, also=shared)],
+    ids=["kept", "handed twice"],
+)
+def test_mappings_to_which_there_is_another_way(run):
+    torch.manual_seed(0)
+    model = Sharing(run, layer=Finding).double()
+    for layer in model.layers:
+        layer.holder = SimpleNamespace()
+    step = optimized(model)
+    found, expected = (gradients(model, each) for each in (step, partial(loss_fn, model)))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def _checkpointed(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What is put into mappings inside of a checkpoint, and what hooks record there, leaves it with
     its result."""
     inside = getattr(getattr(args[0].realize(), "func", None), "fn", None)
-    if inside not in (with_own_lists, with_own_mappings) and _fills_mappings(args, kwargs):
+    if inside not in (with_own_lists, with_own_mappings) and _fills_mappings(tx, args, kwargs):
         return VariableTracker.build(tx, checkpoint_filled).call_function(tx, args, kwargs)
     effects = tx.output.side_effects
     recorder = effects.id_to_variable.get(id(recorder_of_outputs()))
@@ -267,15 +267,26 @@ def _checkpointed(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return made.call_function(tx, [recorder, *args], kwargs)
 
 
-def _fills_mappings(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether what is checkpointed may. In a reentrant one what it fills has a gradient or none, by
-    whether it was computed inside: there the graph ends."""
+def _fills_mappings(tx: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether what is checkpointed may, and finds them as its arguments alone: another way to one,
+    such as an attribute, would not lead to the copy. In a reentrant one what it fills has a
+    gradient or none, by whether it was computed inside. Elsewhere a write ends the graph."""
     function, said = args[0].realize(), kwargs.get("use_reentrant")
     if said is None or not said.is_python_constant() or said.as_python_constant():
         return False
     handed = [*args[1:], *kwargs.values(), *getattr(function, "args", ())]
     handed += getattr(function, "keywords", {}).values()
-    return any(_may_be_filled(value.realize()) for value in handed)
+    mappings = [value for value in map(_realized, handed) if _may_be_filled(value)]
+    written = tx.output.side_effects.store_attr_mutations.values()
+    kept = [id(_realized(value)) for attributes in written for value in attributes.values()]
+    ways = [*map(id, mappings), *kept]
+    return bool(mappings) and all(
+        one.source is None and ways.count(id(one)) == 1 for one in mappings
+    )
+
+
+def _realized(value: Any) -> Any:
+    return value.realize()
 
 
 def _may_be_filled(value: Any) -> bool:
