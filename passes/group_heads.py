@@ -73,7 +73,7 @@ class GroupHeads(LayerPass):
         "the group's products once more in backward, whatever else is kept, and with `inputs` its "
         "attention twice more; smaller products; sums over groups in fp32",
         "something mixes the heads (a norm over the features of all of them, one product for "
-        "queries, keys and values), a weight is quantised, or the mask is computed in the kernel",
+        "queries, keys and values), or a weight is quantised",
     )
 
     def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:

@@ -35,6 +35,11 @@ SDPA = aten.scaled_dot_product_attention.default
 _OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
+def is_masked(node: fx.Node) -> bool:
+    """Whether a call is attention under a computed mask (``fxrl.ops.masked_attention``)."""
+    return node.op == "call_function" and str(node.target) == "fxrl.masked_attention.default"
+
+
 def options_of(call: fx.Node) -> dict[str, Any]:
     """The options of an attention call by name, however they were given."""
     return dict(zip(_OPTIONS, call.args[3:], strict=False)) | call.kwargs

@@ -4,6 +4,8 @@
     %o = scaled_dot_product_attention(%q, %k, %v)    [B, heads, T, D]   heads for each group
     %y = mm(%o, %wo)                                 [N, H]             a sum over all groups
 
+Attention under a computed mask (``fxrl.ops.masked_attention``) is as good.
+
 From the products that make queries, keys and values, adapters' too, to those that sum over all
 heads, each group needs its rows or columns of the weights and nothing of the other groups: RoPE and
 norms of each head by itself lie between. What mixes heads there is a refusal.
@@ -23,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxrl.analysis.attention import SDPA, options_of
+from fxrl.analysis.attention import SDPA, is_masked
 from fxrl.analysis.layers import is_product
 from fxrl.analysis.shares import Share, SharedGraph, Step, follow, step_of
 from fxrl.ir.graph import (
@@ -33,6 +35,7 @@ from fxrl.ir.graph import (
     ancestors,
     as_node,
     bound,
+    draws_random,
     is_call,
     is_quantized_product,
     is_tensor,
@@ -75,20 +78,24 @@ class HeadGroups:
 
 def kv_heads(graph: fx.Graph) -> int:
     """How many heads of keys a layer's attention has, which is the most groups that there may be; 0
-    if it is not one call of PyTorch's attention."""
-    calls = graph.find_nodes(op="call_function", target=SDPA)
+    if it is not one call."""
+    calls = _attentions(graph)
     heads = shape_of(as_node(calls[0].args[1]))[-3:-2] if len(calls) == 1 else ()
     return heads[0] if heads and isinstance(heads[0], int) else 0
+
+
+def _attentions(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_call(node, SDPA) or is_masked(node)]
 
 
 def find_head_groups(gm: fx.GraphModule, groups: int) -> HeadGroups:
     """How ``groups`` groups of heads make the attention of a layer's graph. Raises ``Refusal`` if
     they cannot."""
-    calls = gm.graph.find_nodes(op="call_function", target=SDPA)
+    calls = _attentions(gm.graph)
     if len(calls) != 1:
-        raise Refusal(f"{len(calls)} calls of scaled_dot_product_attention without a computed mask")
+        raise Refusal(f"{len(calls)} calls of scaled_dot_product_attention")
     (attention,) = calls
-    if options_of(attention).get("dropout_p"):
+    if draws_random(attention):
         raise Refusal("its dropout would draw other numbers", "set attention_dropout to 0")
     if groups < 2 or kv_heads(gm.graph) % groups:
         raise Refusal(f"{kv_heads(gm.graph)} heads of keys are not {groups} groups")
@@ -224,27 +231,32 @@ class _Walk:
         return Step(None, needs={right: replace(share, dim=0)})
 
     def _attend(self, node: fx.Node) -> Step:
-        """Queries, keys, values [B, heads, T, D], and a mask for all heads or for each."""
+        """Queries, keys, values [B, heads, T, D], and what says who sees whom, for all heads or for
+        each."""
         needs: dict[fx.Node, Share] = {}
-        for name, arg in zip(("queries", "keys", "values"), node.args[:3], strict=True):
-            operand = as_node(arg)
+        operands = [as_node(arg) for arg in node.args[:3]]
+        for name, operand in zip(("queries", "keys", "values"), operands, strict=True):
             if len(shape_of(operand)) != 4:
                 raise Refusal("attention is not over [batch, heads, tokens, features]")
-            share, own = self._found.share(operand), self._by_heads(operand)
+            share, own = self._found.share(operand), self._by_heads(operand, 1)
             if share is None and name != "queries":
                 needs[operand] = own
             elif share is None or share.dim != 1 or not share.alike(own):
                 raise Refusal(f"no product makes its {name} head by head")
-        mask = options_of(node).get("attn_mask")
-        if self._found.share(mask) is not None:
-            raise Refusal("attention's mask is computed from heads")
-        if mask is not None and len(shape_of(mask)) > 2 and shape_of(mask)[-3] != 1:
-            needs[mask] = self._by_heads(mask)
-        return Step(self._found.share(node.args[0]), needs=needs)
+        for seen in node.all_input_nodes:
+            if seen in operands or not is_tensor(seen):
+                continue
+            if self._found.share(seen) is not None:
+                raise Refusal("attention's mask is computed from heads")
+            # The lists of a computed mask are [B, heads, ...], a dense one is [..., heads, T, T].
+            dim = 1 if is_masked(node) else len(shape_of(seen)) - 3
+            if dim >= 0 and shape_of(seen)[dim] != 1:
+                needs[seen] = self._by_heads(seen, dim)
+        share = self._found.share(operands[0])
+        return Step(share if is_tensor(node) else (share, share), needs=needs)
 
-    def _by_heads(self, value: fx.Node) -> Heads:
-        """A value [..., heads, T, D or T] in groups."""
-        dim = len(shape_of(value)) - 3
+    def _by_heads(self, value: fx.Node, dim: int) -> Heads:
+        """A value in groups of the heads that ``dim`` counts."""
         heads = shape_of(value)[dim]
         if not isinstance(heads, int) or heads % self._groups:
             raise Refusal(f"{heads} heads are not {self._groups} groups")

@@ -221,6 +221,49 @@ def test_features_of_a_head_may_be_taken_apart():
     assert "group-heads" in {r.pass_name for r in step.report.of_kind("applied")}
 
 
+class UnderMask(Block):
+    """Of 4 query heads over 2 of keys, under a mask of the model's."""
+
+    def __init__(self, width=8, heads=4):
+        super().__init__(width, heads)
+        for name in "kv":
+            self.qkv[name] = nn.Linear(width, width // 2, bias=False)
+
+    def forward(self, x, mask):
+        q, k, v = (self.qkv[n](x).unflatten(-1, (-1, 2)).transpose(1, 2) for n in "qkv")
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.mlp(x + self.out(attended.transpose(1, 2).flatten(2)))
+
+
+def of_documents(ids, at):
+    return ids[:, None, :, None] == ids[:, None, None, :]
+
+
+def of_windows(ids, at):
+    """Each head has a window of its own."""
+    return at[:, None] - at < torch.arange(1, 5)[:, None, None]
+
+
+@pytest.mark.parametrize(("mask", "cut"), [(of_documents, "attention"), (of_windows, "inputs")])
+def test_under_a_computed_mask(mask, cut):
+    def loss(model, batch):
+        x, at = model.embed(batch["ids"]), torch.arange(batch["ids"].shape[1])
+        seen = mask(batch["ids"], at) & (at <= at[:, None])
+        for block in model.blocks:
+            x = block(x, seen)
+        return model.head(x).square().mean()
+
+    model = make_stack(2, block=UnderMask)
+    passes = ("factor-masks", "group-heads")
+    config = fxrl.Config(passes=passes, compile_regions=False, on_miss="error")
+    plan = Plan({f"0:blocks.{i}": CutLayer(cut, head_groups=2) for i in range(2)})
+    step = fxrl.optimize(model, loss, config, plan=plan)
+    for shape in ((2, 5), (3, 7)):
+        assert_matches_eager(step, loss, model, ids_batch(*shape), tol=1e-12)
+    applied = [r.pass_name for r in step.report.of_kind("applied")]
+    assert [applied.count(name) for name in passes] == [1, 2]
+
+
 def tiny(kind, adapters):
     import transformers
 
