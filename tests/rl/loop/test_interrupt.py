@@ -13,6 +13,14 @@ import pytest
 from fxrl.rl.loop.interrupt import stop_on_signal, told_if_slow
 
 
+@pytest.fixture(autouse=True)
+def _as_at_a_terminal():
+    """What a shell starts in the background begins with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_the_first_is_noted_and_the_handlers_come_back():
     before = signal.getsignal(signal.SIGINT)
     with stop_on_signal() as stop:
