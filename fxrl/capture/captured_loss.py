@@ -136,8 +136,8 @@ class CapturedLoss:
 
     def __call__(self, batch: Any) -> Any:
         """What the loss returns."""
-        self._varies = mark_batch(batch)
         with _ONE_AT_A_TIME, self._takeover.active():
+            self._varies = mark_batch(batch)
             result = self._first_that_works(batch)
         if not any(map(_holds_a_tensor, pytree.tree_leaves(result))):
             raise FxrlError(

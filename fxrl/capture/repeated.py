@@ -196,12 +196,12 @@ def marked(module: nn.Module) -> Layer | None:
     one of these is a cache (``kind_of_cache``)."""
     forward = module.__dict__.get("forward")
     layer = None if forward is None else _BY_FORWARD.get(forward)
-    if layer is None or any(getattr(module, name) for name in _HOOKS):
+    if layer is None or any(getattr(module, name) for name in _RUN_BY_CALLS):
         return None
     return layer
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_RUN_BY_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BY_FORWARD: WeakKeyDictionary[Any, Layer] = WeakKeyDictionary()
 _TOKENS = itertools.count()
 _LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()

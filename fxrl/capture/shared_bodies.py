@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+from collections import ChainMap
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -244,13 +245,14 @@ def _copy_sizes(
 ) -> None:
     """Let code behind a layer read sizes that were computed in it from copies ahead of it: Dynamo
     computes each size once, where the first tensor has it."""
-    within, copies = {*inside}, {**fed}
+    within, copies = {*inside}, dict[fx.Node, fx.Node]()
+    ahead = ChainMap(copies, fed)
     for node in inside:
         is_size = isinstance(example_of(node), torch.SymInt)
-        if is_size and all(n in copies or n not in within for n in node.all_input_nodes):
+        if is_size and all(n in ahead or n not in within for n in node.all_input_nodes):
             with begin.graph.inserting_before(begin):
-                copies[node] = begin.graph.node_copy(node, lambda n: copies.get(n, n))
-    for node, copy in reversed([pair for pair in copies.items() if pair[0] not in fed]):
+                copies[node] = begin.graph.node_copy(node, lambda n: ahead.get(n, n))
+    for node, copy in reversed(copies.items()):
         node.replace_all_uses_with(copy, lambda user: user not in within and user is not end)
         if not copy.users:
             copy.graph.erase_node(copy)
