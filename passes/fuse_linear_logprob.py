@@ -202,6 +202,8 @@ class _Emission:
             first = self.emitter.call(aten.select.int, hidden, 1, 0)
             return self.call(aten.zeros_like.default, first, dtype=torch.int64)
         target = self._flat(self.emit(self.algebra.target))
+        if val_of(target).dtype != torch.int64:  # ids of whatever width pick the same token
+            target = self.call(aten._to_copy.default, target, dtype=torch.int64)
         if self.algebra.picked:
             return target
         return self.call(aten.clamp.default, target, 0, self.algebra.vocab - 1)

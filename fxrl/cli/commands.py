@@ -36,9 +36,10 @@ def explain(args: Args) -> int:
 def plan(args: Args) -> int:
     """Prints the plan, or what two plans differ in."""
     if args.model == "diff":
-        from fxrl.cli import inputs
+        with show.working(_IMPORTING):
+            from fxrl.cli import inputs
 
-        before, after = inputs.two_plans(args.files)
+            before, after = inputs.two_plans(args.files)
         show.plan_difference(before, after, as_json=args.json)
         return 0
     with show.working(_IMPORTING) as say:

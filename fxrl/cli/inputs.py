@@ -118,7 +118,7 @@ def _hf_config(model_id: str) -> Any:
     except (OSError, ValueError) as error:
         file, no_hub = None, no_hub or reason_of(error)
     if file is None:
-        why = no_hub or "the repository has no config.json"
+        why = f"no such folder, and {no_hub}" if no_hub else "the repository has no config.json"
         raise ModelError(
             f"model {model_id!r}: {why}; its config.json is enough here: save it and give its path"
         )

@@ -183,10 +183,10 @@ def _plan(commands: Commands[argparse.ArgumentParser]) -> None:
         "Exit code 1 when nothing fits: the error says the longest context that would.\n\n"
         + MODEL_HELP,
         examples="  fxrl plan Qwen/Qwen3-8B --context 131072 --lora 32 --gpu-memory 80GiB\n"
-        "  fxrl plan Qwen/Qwen3-8B --context 16384 --lora 32 --target h100 --rollout 64 --fit\n"
-        "  fxrl plan Qwen/Qwen3-8B --context 262144 --lora 16 --quantization nf4 --target h100\n"
-        "  fxrl plan ./config.json --context 16384 --batch 4 --target a100 --plot memory.png\n"
-        "  fxrl plan Qwen/Qwen3-8B --loss dpo --batch 2 --host-memory 128GiB --json > a.json\n"
+        "  fxrl plan Qwen/Qwen3-8B --lora 32 --target h100 --rollout 64 --fit\n"
+        "  fxrl plan Qwen/Qwen3-8B --context 262144 --lora 16 --quantization nf4\n"
+        "  fxrl plan ./config.json --batch 4 --target a100 --plot memory.png\n"
+        "  fxrl plan Qwen/Qwen3-8B --loss dpo --batch 2 --json > a.json\n"
         "  fxrl plan diff a.json b.json",
     )
     _model_and_loss(sub, batch=1, tokens=8192, dtype="bf16", loss="grpo")
@@ -346,8 +346,7 @@ def _report(commands: Commands[argparse.ArgumentParser]) -> None:
         "What fails becomes a part of the report. Open its index.html.\n"
         "Exit code 1 when a part failed, or the step does not equal eager.\n\n" + MODEL_HELP,
         examples="  fxrl report tiny:qwen3 --loss grpo --out report.zip\n"
-        "  fxrl report ./checkpoint --loss mylosses.py:clipped --lora 16 --dtype bf16 "
-        "--device cuda",
+        "  fxrl report ./checkpoint --loss mylosses.py:clipped --device cuda",
     )
     _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
     _on_device(sub)
@@ -375,7 +374,7 @@ def _bench(commands: Commands[argparse.ArgumentParser]) -> None:
         "bench",
         "list the benchmarks of this checkout, or run one",
         about="head     the loss head beside its peers\n"
-        "step     one GRPO update: time, memory, gradients, beside eager and torch.compile\n"
+        "step     one GRPO update: time and memory beside eager and torch.compile\n"
         "rollout  generation, decode kernels, and the whole step beside TRL\n\n"
         "Each runs at sizes that fit this machine. `fxrl bench` lists the others too. They are in\n"
         "the source's bench/, so call this in a checkout, or install one with pip install -e.",

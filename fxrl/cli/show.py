@@ -166,8 +166,8 @@ def _advice_lines(found: Outlook) -> list[str]:
     most = ", then ".join(found.advice.binds)
     return [
         f"binds: {most or 'nothing much: a quarter more of anything saves less than 0.5 %'}",
-        "what would help most:",
-        *(f"  {one.seconds:.3g} s a step with {one.what}" for one in found.advice.changes),
+        "what would help most, in seconds for as many tokens:",
+        *(f"  {one.seconds:.3g} s with {one.what}" for one in found.advice.changes),
     ]
 
 
@@ -197,7 +197,7 @@ def plan_difference(before: Plan, after: Plan, *, as_json: bool) -> None:
         table.add_row(cell(label), cell(_shown(name, old)), cell(_shown(name, new)))
     _tell(table)
     for site, (old, new) in changed["choices"].items():
-        print(f"\n{site}\n- {old}\n+ {new}")
+        print(f"\n{site}\n{folded([f'- {old}', f'+ {new}'], further=2)}")
     if not changed["choices"]:
         print("\nno choice differs")
 

@@ -159,7 +159,7 @@ class WhatIf:
         step = self.step.at(tokens=tokens // 2)
         if (best := step.fastest(self.budget)) is not None:
             seconds = 2 * step_seconds(step.chain_of(best), best)
-            yield Change("half the context, twice as many steps", seconds)
+            yield Change("half the context, in two steps", seconds)
 
     def _tables(self, chain: Chain) -> Iterator[Change]:
         """The tables of frozen embeddings in host memory."""

@@ -164,9 +164,12 @@ class Plan(Readable):
             data = json.loads(text)
         except ValueError as error:
             raise PlanError(f"the plan is no JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("version") != _VERSION:
+        if not isinstance(data, dict) or "version" not in data:
+            raise PlanError("the plan has no version, so it is none; fxrl plan --json writes one")
+        if data["version"] != _VERSION:
             raise PlanError(
-                f"the plan is not of version {_VERSION}; make it anew: fxrl plan --json"
+                f"the plan is of version {data['version']!r}, and this fxrl reads {_VERSION}; make "
+                "it anew: fxrl plan --json"
             )
         choices = data.get("choices", {})
         if not isinstance(choices, dict):

@@ -107,6 +107,17 @@ def rename_site(node: fx.Node, path: str, own: str) -> None:
     node.meta["nn_module_stack"] = stack
 
 
+def name_instead(node: fx.Node, replaced: fx.Node) -> None:
+    """Name what a pass writes in place of a call as if the program had called that, of the same
+    module: a head that is one product in some batches has one name in all of them."""
+    path, _, name = replaced.meta.get(_KEY, "").rpartition("/")
+    if not path:
+        return
+    wanted = f"{path}/{_bare_name(node)}{''.join(name.partition('#')[1:])}"
+    if all(other.meta.get(_KEY) != wanted for other in node.graph.nodes):
+        node.meta[_KEY] = wanted
+
+
 def names_module(pattern: str, path: str) -> bool:
     """Whether a pattern of dotted names (``*`` matches anything) matches a module's path, a part of
     it, or a module around it."""

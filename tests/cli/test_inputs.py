@@ -206,7 +206,9 @@ def test_an_empty_adapter_computes_as_under_autocast():
 def test_unreachable_hub_says_that_a_config_is_enough(monkeypatch):
     monkeypatch.setattr(inputs, "why_no_hub", lambda: "the hub cannot be reached")
     args = parse(["explain", "someone/no-such-model", "--loss", "grpo"])
-    with pytest.raises(ModelError, match=r"cannot be reached; its config\.json is enough"):
+    with pytest.raises(
+        ModelError, match=r"folder, and the hub cannot be reached; its config\.json is"
+    ):
         inputs.empty_model(args)
 
 

@@ -22,10 +22,12 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_examples_and_json(command, capsys):
+def test_help_has_examples_and_json(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"fxrl {command}" in text.partition("examples:")[2]
+    assert max(map(len, text.splitlines())) <= 80  # a longer one breaks within a word
     assert "--json" in text
 
 

@@ -146,11 +146,14 @@ def test_a_plot(tmp_path, capsys):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_plans_compared(tmp_path, capsys):
+def test_two_plans_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fxrl.ir.table.DEFAULT_WIDTH", 50)
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, words in zip(files, (TINY, SLOW), strict=True):
         file.write_text(run(capsys, *words, "--json"))
-    assert "peak gpu bytes" in run(capsys, "plan", "diff", *map(str, files))
+    told = run(capsys, "plan", "diff", *map(str, files))
+    assert "peak gpu bytes" in told
+    assert max(map(len, told.splitlines())) <= 50  # folded between words
     same = run(capsys, "plan", "diff", str(files[0]), str(files[0]))
     assert "no choice differs" in same
 

@@ -418,3 +418,25 @@ def evaluated(model, batch, run):
     gradients = {name: g for name, g in zip(named, found, strict=True) if g is not None}
     assert max(g.abs().max() for g in gradients.values()) > 1e-6
     return {"loss": loss.detach()} | metrics | gradients
+
+
+def test_a_site_has_one_name_in_batches_of_one_row_and_of_several():
+    """A head that is a batched product of several rows is a plain one of a single row; the plan of
+    either is obeyed for both."""
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40, bias=False)).double()
+    model[1].requires_grad_(False)  # PyTorch folds rows into one product itself if it is trained
+
+    def loss_fn(model, batch):
+        hidden = model[0](batch["ids"])[:, :-1]
+        return F.cross_entropy(model[1](hidden).mT, batch["ids"][:, 1:])
+
+    def planned(rows, plan=None):
+        batch = {"ids": torch.randint(0, 40, (rows, 9))}
+        config = Config(min_saved_bytes=0, chunk_tokens=4, on_miss="error")
+        step = optimize(model, loss_fn, config, plan=plan)
+        torch.testing.assert_close(step(batch), loss_fn(model, batch))
+        return step.plan
+
+    one, several = planned(1), planned(3)
+    assert [*one.choices] == [*several.choices] == ["0:1/mm"]
+    assert planned(3, one).choices == planned(1, several).choices == one.choices

@@ -73,6 +73,10 @@ return %sum_1""",
     )
 
 
+def ids_of_another_width(hidden, weight, ids):
+    return pick(F.linear(hidden, weight).log_softmax(-1), ids.to(torch.int32)).sum()
+
+
 def everything_at_once(hidden, weight, ids):
     """Bias, scale, softcap and temperature; five statistics, three of them differentiated."""
     bias = torch.linspace(-1, 1, 32, dtype=hidden.dtype)
@@ -172,6 +176,7 @@ def logs_statistics_of_all_logits(hidden, weight, ids):
         logs_statistics_of_all_logits,
         statistics_of_divided_logits,
         statistics_of_both,
+        ids_of_another_width,
         everything_at_once,
         stable_by_hand,
         categorical,

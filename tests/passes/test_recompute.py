@@ -299,7 +299,8 @@ def test_choices_in_words(choice, said):
     ("text", "reason"),
     [
         ("{", "no JSON"),
-        ("[]", "version"),
+        ("[]", "the plan has no version, so it is none"),
+        ('{"version": 99}', "of version 99, and this fxrl reads 1"),
         ('{"version": 1, "choices": []}', "no table of sites"),
         ('{"version": 1, "choices": {"0:x": 3}}', "0:x: 3 is no choice"),
         ('{"version": 1, "choices": {"0:x": {"kind": "drop"}}}', "keep, rewrite, head, layer"),

@@ -154,7 +154,7 @@ def unfit(table: Mapping[str, Any]) -> Iterator[str]:
 def merge_override(table: dict[str, Any], path: Sequence[str], value: Text) -> None:
     """Sets ``table[path[0]][path[1]]...``, making tables on the way."""
     for part in path[:-1]:
-        inner = table.get(part)
+        inner = _untyped(table.get(part))  # of a table that another override gave
         table[part] = inner = dict(inner) if isinstance(inner, Mapping) else {}
         table = inner
     table[path[-1]] = value
@@ -209,9 +209,7 @@ def bind(
                 problems.append(f"{name}={misfit(hints[key], _untyped(value))}{cure}")
     missing = {key for key in fields if default_of(fields[key]) is MISSING} - values.keys()
     problems += [f"{path}{key}: missing; it has no default" for key in missing - unfit]
-    if missing:
-        return None
-    found, lines = _made(cls, values, unfit)
+    found, lines = _made(cls, values, unfit | missing)
     told = (f"{path}{line}" for line in lines)
     problems += [line for line in told if re.split(r"[^\w.]", line)[0] not in suggest.meant]
     return found

@@ -26,22 +26,23 @@ def wrong_keywords(
     *,
     besides: Sequence[str] = (),
     table: str = "",
+    name: str = "",
     keys: Sequence[str] = (),
 ) -> list[str]:
     """A line for each key of ``given`` that ``function`` does not take, or that is in ``besides``,
-    not the user's to give. ``table`` is where the keys stand, such as ``optim``, and ``keys`` are
-    further ones that the table has."""
+    not the user's to give. ``table`` is where the keys stand, such as ``optim``, ``name`` what it
+    calls the function, and ``keys`` are further ones that it has."""
     if (takes := accepted(function)) is None:
         return []
     known = [name for name in takes if name not in besides]
     return [
-        f"{key}: no such key{_instead(key, [*known, *keys], table)}"
+        f"{key}: no such key{_instead(key, [*known, *keys], table, name)}"
         for key in given
         if key not in known
     ]
 
 
-def _instead(key: str, known: Sequence[str], table: str) -> str:
+def _instead(key: str, known: Sequence[str], table: str, name: str) -> str:
     if key in trl.INSTEAD:
         return f"; {trl.INSTEAD[key]}"
     near = trl.KEYS.get(key)
@@ -49,7 +50,10 @@ def _instead(key: str, known: Sequence[str], table: str) -> str:
         near = next((trl.KEYS[k] for k in difflib.get_close_matches(key, trl.KEYS, n=1)), None)
     if near is None:
         return did_you_mean(key, known)
-    return f"; did you mean {near.removeprefix(f'{table}.')!r}?"
+    leaf = near.removeprefix(f"{table}.")
+    if leaf != near and leaf not in known:  # a key of this table, under another name
+        return f" of {name!r}{did_you_mean('', known)}"
+    return f"; did you mean {leaf!r}?"
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -72,7 +76,9 @@ def optimizer_problems(
     """What is wrong with an ``[optim]`` table's name and further keys, one line each."""
     try:
         found = optimizer_class(name)
-        lines = wrong_keywords(found, options, besides=("params", "lr"), table="optim", keys=keys)
+        lines = wrong_keywords(
+            found, options, besides=("params", "lr"), table="optim", name=name, keys=keys
+        )
         lines += _misfits(found, options)
         if not lines:
             make_optimizer(name, [nn.Parameter(torch.zeros(2, 2))], options)
@@ -120,7 +126,7 @@ def loss_problems(name: str, options: Mapping[str, Any], keys: Sequence[str] = (
     """What is wrong with a ``[loss]`` table, one line each."""
     lines: list[str] = []
     if (factory := losses.FACTORIES.get(name)) is not None:
-        lines = wrong_keywords(factory, options, besides=BUILT, table="loss", keys=keys)
+        lines = wrong_keywords(factory, options, besides=BUILT, table="loss", name=name, keys=keys)
         known = accepted(factory) or ()
         options = {key: value for key, value in options.items() if key in known}
         if "max_completion_length" in known:

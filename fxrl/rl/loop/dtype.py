@@ -54,9 +54,10 @@ def settle(
         times = product_times()
         fast = faster(times)
         took = " and ".join(f"{ms:.3g} ms in {name}" for name, ms in times.items())
+        is_fast = "is at least" if fast == "bfloat16" else "is not"
         tell(
-            f"this CPU multiplies {' x '.join(map(str, PRODUCT))} in {took}, which pays from "
-            f"{CLEARLY:g} times the speed on: the run is in {fast} (model.dtype says otherwise)"
+            f"the run is in {fast}: bfloat16 {is_fast} {CLEARLY:g} times as fast on this CPU (a "
+            f"product of {' x '.join(map(str, PRODUCT))} takes {took}); model.dtype sets another"
         )
     frozen = model.adapted
     autocast = model.autocast

@@ -116,7 +116,7 @@ def _update(
         yield f"{what}, not planned: optimize=false"
         return
     if device.type != "cuda" and config.fxrl.gpu_memory is None:
-        yield f"{what}, planned on a GPU alone"
+        yield f"{what}; on a CPU nothing is planned"
         return
     plan, why = None, ""
     with parts.engine.standby():

@@ -52,6 +52,12 @@ def test_overrides_take_toml_values_and_bare_words(config_file):
     assert config.optimize is True
 
 
+def test_overrides_of_one_table_add_up(config_file):
+    """The table that one gives, and a key of it."""
+    loss = load_config(config_file, ["loss={name='dapo', beta=0.3}", "loss.epsilon=0.1"]).loss
+    assert (loss.name, loss.options) == ("dapo", {"beta": 0.3, "epsilon": 0.1})
+
+
 def test_an_int_is_a_float_but_not_the_other_way_nor_a_bool(config_file):
     assert load_config(config_file, ["optim.lr=1"]).optim.lr == 1.0
     assert problems(config_file, "steps=1.5") == ["steps=1.5 is not a whole number"]
@@ -124,6 +130,23 @@ def test_paths_are_looked_for_beside_the_file_and_in_the_working_folder(
         assert str(folder) in line
 
 
+def test_a_key_of_another_loss_is_not_proposed(config_file):
+    """``beta`` is one that sft has not: what it has is said."""
+    for override in ("loss.beta=0.1", "loss.betta=0.1"):
+        key = override.partition("=")[0]
+        found = problems(config_file, "loss={name='sft'}", override)
+        (line,) = (line for line in found if line.startswith(f"{key}: "))
+        assert line.startswith(f"{key}: no such key of 'sft'; known: ")
+        assert "beta" not in line.partition("known")[2]
+
+
+def test_ranges_are_checked_beside_a_table_that_is_wrong(config_file):
+    """Also where that table has no default."""
+    found = problems(config_file, "steps=-1", "model.lora=true", "sampling.max_tokens=0")
+    starts = ("model.lora=True is not", "steps=-1 is below 1", "sampling.max_tokens=0 is below 1")
+    assert all(any(line.startswith(start) for line in found) for start in starts), found
+
+
 def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
     """Or no checkpoint of an earlier fxrl could be resumed."""
     new = as_table(load_config(config_file))
@@ -146,6 +169,7 @@ def test_keys_that_are_newer_than_a_table_have_their_defaults(config_file):
         ("data.pattern='('", "no regular expression"),
         ("loss.name=grop", "did you mean 'grpo'?"),
         ("loss.beta=-1", "beta=-1"),
+        ("loss.top_entropy_quantle=1", "did you mean 'top_entropy_quantile'?"),
         ("fxrl.passes=['recompte']", "did you mean 'recompute'? (there are open-loss-ch"),
         ("fxrl.inductor={max_autotun=true}", "did you mean 'max_autotune'?"),
         ("fxrl.pass_options={fp8-lora={recip='row'}}", "fxrl.pass_options: fp8-lora has no opt"),
