@@ -562,16 +562,21 @@ class Variation:
     def __init__(self) -> None:
         self._seen: Any = defaultdict(pgo.CodeState)
         self._written: set[tuple[str, Any]] = set()
+        self._lengths: defaultdict[str, set[int]] = defaultdict(set)
 
     @contextmanager
     def accounted(self) -> Iterator[None]:
         with swapped(pgo, _CODE_STATE=self._seen):
             places_written.append(self._written)
+            lengths_read.append(self._lengths)
             try:
                 yield
             finally:
                 places_written.pop()
+                lengths_read.pop()
 
 
 #: Of the step that runs, where its graphs write numbers: objects' sources, and names or keys.
 places_written: list[set[tuple[str, Any]]] = []
+#: And how long the lists were, by their sources, that its graphs read.
+lengths_read: list[defaultdict[str, set[int]]] = []
