@@ -70,6 +70,7 @@ cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
 COMPILES = torch._dynamo.convert_frame.__name__  # the module that every compilation runs through
 dynamo_config: Any = torch._dynamo.config
+as_written = torch._dynamo.eval_frame.innermost_fn  # a function without what torch.compile put around it
 reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled of a function, which Dynamo keeps for ever
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
 
@@ -561,16 +562,21 @@ class Variation:
     def __init__(self) -> None:
         self._seen: Any = defaultdict(pgo.CodeState)
         self._written: set[tuple[str, Any]] = set()
+        self._lengths: defaultdict[str, set[int]] = defaultdict(set)
 
     @contextmanager
     def accounted(self) -> Iterator[None]:
         with swapped(pgo, _CODE_STATE=self._seen):
             places_written.append(self._written)
+            lengths_read.append(self._lengths)
             try:
                 yield
             finally:
                 places_written.pop()
+                lengths_read.pop()
 
 
 #: Of the step that runs, where its graphs write numbers: objects' sources, and names or keys.
 places_written: list[set[tuple[str, Any]]] = []
+#: And how long the lists were, by their sources, that its graphs read.
+lengths_read: list[defaultdict[str, set[int]]] = []

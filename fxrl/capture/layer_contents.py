@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxrl.capture._torch import as_written
+
 _PLAIN = (bool, float, complex, bytes, type(None), type, torch.dtype, torch.device)
 _DIGITS = re.compile(r"\d+")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -122,6 +124,8 @@ class LayerContents:
         if type(value) in (int, str):  # 3, or "model.layers.3"
             self.numbers += [(name, int(digits)) for digits in _DIGITS.findall(str(value))]
             return type(value), _DIGITS.sub("#", str(value))
+        if isinstance(value, types.FunctionType) and (inner := as_written(value)) is not value:
+            return "compiled", value.__code__, self._fact(name, inner)  # each layer by itself
         part = isinstance(value, (Tensor, nn.Module, *_CONTAINERS)) or _is_made(value)
         if part or _is_own(value):
             return self._part(name, value)
@@ -196,8 +200,14 @@ class LayerContents:
                 self._empty.append(table)
             if not around:
                 self.held[id(table)] = len(self.held)  # the trace may register some there
-                yield from ((name, order[key], self._fact(name, v)) for key, v in table.items())
+                yield from ((name, order[key], self._hook(name, v)) for key, v in table.items())
         self.hooked |= bool(order) and not around
+
+    def _hook(self, name: str, hook: Any) -> Any:
+        """An object that is called as a hook may be each layer's own, as ``weight_norm``'s is."""
+        known = isinstance(hook, (types.FunctionType, types.MethodType, partial, nn.Module))
+        own = not known and _is_attributes(hook)
+        return self._part(name, hook) if own else self._fact(name, hook)
 
     def _told(self, value: Any) -> Any:
         """What a part that is a function holds. No number of it counts layers: it has no name."""
@@ -273,17 +283,20 @@ def _is_own(value: Any) -> bool:
     keeps of a weight's scales is, or none at all, as what PEFT keeps of DoRA: a part of a layer, of
     which each has one of its own. What has a lock or a stream among them runs by itself, and its
     attributes change as it does."""
+    if not _is_attributes(value):
+        return False
+    held = value.__dict__.values()
+    return not held or any(isinstance(one, Tensor) for one in held)
+
+
+def _is_attributes(value: Any) -> bool:
     kind: Any = type(value)
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     if kind.__new__ is not object.__new__ or slots or not hasattr(value, "__dict__"):
         return False
-    held = value.__dict__.values()
-    return not held or (
-        any(isinstance(one, Tensor) for one in held)
-        and all(
-            isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
-            for one in held
-        )
+    return all(
+        isinstance(one, (int, str, *_PLAIN, *_CONTAINERS)) or hasattr(one, "__dict__")
+        for one in value.__dict__.values()
     )
 
 

@@ -522,6 +522,57 @@ def test_a_list_that_grows_is_not_looked_into_unless_it_is_read(loss_fn: Any, ma
     assert captures(step) == made
 
 
+class Mean:
+    """Of all losses so far."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def of_losses(self) -> float:
+        return sum(self.losses) / len(self.losses) if self.losses else 0.0
+
+
+def below_the_mean(model: nn.Module, batch: Any, so_far: Mean) -> torch.Tensor:
+    loss = policy_loss(model, batch)
+    so_far.losses.append(loss.item())
+    return loss - so_far.of_losses()
+
+
+def told_the_mean(model: nn.Module, batch: Any, so_far: Mean) -> torch.Tensor:
+    mean = so_far.of_losses()
+    loss = policy_loss(model, batch)
+    so_far.losses.append(loss.item())
+    return loss * mean
+
+
+def told_the_number(model: nn.Module, batch: Any, so_far: Mean) -> torch.Tensor:
+    return policy_loss(model, batch) / (1 + len(so_far.losses))
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        below_the_mean,
+        pytest.param(told_the_mean, marks=pytest.mark.slow),
+        pytest.param(told_the_number, marks=pytest.mark.slow),
+    ],
+)
+def test_a_list_that_is_ever_longer_is_read_by_python(loss_fn: Any) -> None:
+    """Captured for each length that it has, the step would be captured anew at each call."""
+    model, batch = make_model(dropout=0.0), fixed(make_batch())
+    so_far, wanted = Mean(), Mean()
+    step = optimize(model, partial(loss_fn, so_far=so_far), CONFIG)
+    made = []
+    for number in range(9):
+        assert_matches_eager(step, partial(loss_fn, so_far=wanted), model, batch)
+        made.append(captures(step))
+        for one in (so_far, wanted) if loss_fn is told_the_number else ():
+            one.losses.append(number)
+    assert so_far.losses == pytest.approx(wanted.losses)
+    assert made[-1] == made[-3]
+    assert fused(step)
+
+
 class Recent(nn.Module):
     """Compares a loss with the last ones; more are forgotten."""
 
@@ -633,7 +684,7 @@ class Computing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "made"), [(Growing, 1), (GrowingAndReading, 4), (Counting, 2), (Computing, 2)]
+    ("kind", "made"), [(Growing, 1), (GrowingAndReading, 5), (Counting, 2), (Computing, 2)]
 )
 def test_what_a_module_keeps_for_later_calls(kind: Any, made: int) -> None:
     model, batch = make_model(dropout=0.0), fixed(make_batch())

@@ -428,6 +428,14 @@ def compiled(kind=Layer, depth=4):
     return model
 
 
+def compiled_in_place(kind=Layer, depth=4):
+    model = Model(kind, depth)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    model.layers[1].qkv.compile(backend="eager")
+    return model
+
+
 def shared(kind=Layer, depth=4):
     model = Model(kind, depth)
     model.layers[2].qkv.weight = model.layers[1].qkv.weight
@@ -464,11 +472,15 @@ def frozen(kind=Layer, depth=4):
         (lambda: make(Constant), "4 layers were captured as 1"),
         (lambda: make(model=shared), "4 layers were captured as 1"),
         (lambda: make(model=compiled), "4 layers were captured as 1"),
+        (lambda: make(model=compiled_in_place), "3 layers were captured as 1"),
         (lambda: make(model=frozen), "4 layers were captured as 2"),
         (lambda: make(model=twice), "2 layers were captured as 1"),
         (lambda: make(model=InTwoLists), "8 layers were captured as 2"),
     ],
-    ids=["two-kinds", "constant", "shared-weight", "compiled", "frozen", "twice", "in-two-lists"],
+    ids=[
+        *("two-kinds", "constant", "shared-weight", "compiled", "compiled-in-place"),
+        *("frozen", "twice", "in-two-lists"),
+    ],
 )
 def test_kinds_of_layers(make_model, said):
     model = make_model()
@@ -1127,6 +1139,28 @@ def test_a_layer_with_a_hook_is_captured_by_itself():
     step = optimized(model)
     check(step, model)
     assert once(step) == "3 layers were captured as 1"
+
+
+class Scaling:
+    """A hook that is an object with a number."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, module, args, output):
+        return output * self.by
+
+
+def test_each_layer_may_have_a_hook_object_of_its_own():
+    model = make()
+    hooks = [Scaling(2.0), Scaling(2.0), Scaling(2.0), Scaling(3.0)]
+    for layer, one in zip(model.layers, hooks, strict=True):
+        layer.norm.register_forward_hook(one)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "3 layers were captured as 1"
+    hooks[1].by = 0.5
+    check(step, model)
 
 
 class MixedLayer(Layer):

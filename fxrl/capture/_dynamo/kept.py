@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._dynamo.exc import unimplemented  # ends the graph
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.variables import (
@@ -36,6 +37,7 @@ from fxrl.capture._dynamo.counters import counted, place_of_source
 from fxrl.capture._dynamo.frames import in_body
 from fxrl.capture._dynamo.guarding import guard_by
 from fxrl.capture._dynamo.later import Later
+from fxrl.capture._torch import lengths_read
 
 _TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
 _load = _TRANSLATOR._load_attr
@@ -43,6 +45,8 @@ _wrap = VariableBuilder._wrap
 _call_builtin = BuiltinVariable.call_function
 _LISTS = (list, deque)
 _GROW = ("append", "extend", "insert", "appendleft", "extendleft")
+_LENGTHS = 3  # one that a step clears and fills has two or three
+_EVER_LONGER = "the loss reads a list that was as long as now in no step before"
 PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
 """Values that code behind the graph can be given as they are."""
 
@@ -192,8 +196,13 @@ def _built(self: Any, value: Any) -> Any:
     """A list is looked into after all: what waits to be appended to it has been by now."""
     if (number := counted(self, value)) is not None:
         return number
+    is_traced = hasattr(self.tx.output, "is_traced")
+    if type(value) in _LISTS and _is_ever_longer(self.source, value):
+        if is_traced:
+            return VariableTracker(source=self.source)  # code behind the graph is handed the list
+        unimplemented(gb_type="a list that grows", context="", explanation=_EVER_LONGER, hints=[])
     built = _wrap(self, value)
-    if type(value) not in _LISTS or hasattr(self.tx.output, "is_traced"):
+    if type(value) not in _LISTS or is_traced:
         return built
     if type(value) is deque:
         built.maxlen = ConstantVariable.create(value.maxlen)  # which Dynamo forgets
@@ -205,6 +214,16 @@ def _built(self: Any, value: Any) -> Any:
             self.install_guards(partial(GuardBuilder.DUPLICATE_INPUT, source_b=source))
         built.call_method(self.tx, entry[0].name, entry[1], {})
     return built
+
+
+def _is_ever_longer(source: Any, value: Any) -> bool:
+    """Whether a list that is no batch's had another length in each capture so far. Captured as long
+    as it is, it would be at each step; where the graph ends instead, Python reads it."""
+    if not lengths_read or source.name.startswith("L['batch']"):
+        return False
+    lengths = lengths_read[-1][source.name]
+    lengths.add(len(value))
+    return len(lengths) > _LENGTHS
 
 
 def forget_bounds(effects: Any) -> None:
