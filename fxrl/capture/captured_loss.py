@@ -28,6 +28,7 @@ from fxrl.capture._torch import (
     GuardOnDataDependentSymNode,
     TorchDynamoException,
     Variation,
+    cache_entries,
     compile_counters,
     compiles_undisturbed,
     dynamo_settings,
@@ -250,9 +251,12 @@ class CapturedLoss:
         for one in captures[before:]:
             forget_inputs(one.dynamo)
         self._note_branches(branches, {found.source for found in breaks})
+        # What is left out behind a break, such as a further turn of a branch, is not the loss.
+        made = cache_entries(inspect.unwrap(self.compiled[key]).__code__)
+        left_out = _skipped() > skipped and not made
         if breaks:
             self._note_breaks(breaks, captures, before)
-        elif _skipped() > skipped and not any(one.report.remarks for one in captures[before:]):
+        elif left_out and not any(one.report.remarks for one in captures[before:]):
             self._note_skipped()
         return result
 
