@@ -557,26 +557,26 @@ class Variation:
     NOTE [Why not Dynamo's own account]: it is the process's, and kept by the code that is traced. A
     float of a library's layer that differs between two models (an ``eps``, a scale) would be a
     symbol in the second one's layers, which then are no regions.
+
+    Attributes:
+        written: where the step's graphs write numbers: objects' sources, and names or keys.
+        lengths: how long the lists were, by their sources, that its graphs read.
     """
 
     def __init__(self) -> None:
         self._seen: Any = defaultdict(pgo.CodeState)
-        self._written: set[tuple[str, Any]] = set()
-        self._lengths: defaultdict[str, set[int]] = defaultdict(set)
+        self.written: set[tuple[str, Any]] = set()
+        self.lengths: defaultdict[str, set[int]] = defaultdict(set)
 
     @contextmanager
     def accounted(self) -> Iterator[None]:
         with swapped(pgo, _CODE_STATE=self._seen):
-            places_written.append(self._written)
-            lengths_read.append(self._lengths)
+            variations.append(self)
             try:
                 yield
             finally:
-                places_written.pop()
-                lengths_read.pop()
+                variations.pop()
 
 
-#: Of the step that runs, where its graphs write numbers: objects' sources, and names or keys.
-places_written: list[set[tuple[str, Any]]] = []
-#: And how long the lists were, by their sources, that its graphs read.
-lengths_read: list[defaultdict[str, set[int]]] = []
+#: Of the steps that run, the innermost last.
+variations: list[Variation] = []

@@ -216,6 +216,7 @@ class CapturedLoss:
         key = global_hooks(), way, generation, branches.variant
         if new := key not in self.compiled:
             self.compiled[key] = self._compile(once)
+        code = inspect.unwrap(self.compiled[key]).__code__
         captures, skipped = self._backend.captures, _skipped()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
@@ -223,7 +224,7 @@ class CapturedLoss:
             dynamo_settings(_WAYS[way] | {_CACHE: not self._varies}),
             self._variation.accounted(),
             layers,
-            plain_python_is_traced(inspect.unwrap(self.compiled[key]).__code__, branches),
+            plain_python_is_traced(code, branches),
             compiles_undisturbed() as compilations,
             breaks_inside() as breaks,
         ):
@@ -235,7 +236,7 @@ class CapturedLoss:
                 raise
             except Exception as error:  # a graph can hold anything that PyTorch can
                 if _skipped() > skipped:  # of a batch that is none, but the next one may be
-                    try_again(inspect.unwrap(self.compiled[key]).__code__)
+                    try_again(code)
                 own = getattr(error, "inner_exception", error)
                 if isinstance(own, CannotBeginAnewError):
                     del captures[before:]
@@ -252,8 +253,7 @@ class CapturedLoss:
             forget_inputs(one.dynamo)
         self._note_branches(branches, {found.source for found in breaks})
         # What is left out behind a break, such as a further turn of a branch, is not the loss.
-        made = cache_entries(inspect.unwrap(self.compiled[key]).__code__)
-        left_out = _skipped() > skipped and not made
+        left_out = _skipped() > skipped and not cache_entries(code)
         if breaks:
             self._note_breaks(breaks, captures, before)
         elif left_out and not any(one.report.remarks for one in captures[before:]):

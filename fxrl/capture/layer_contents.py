@@ -205,9 +205,7 @@ class LayerContents:
 
     def _hook(self, name: str, hook: Any) -> Any:
         """An object that is called as a hook may be each layer's own, as ``weight_norm``'s is."""
-        known = isinstance(hook, (types.FunctionType, types.MethodType, partial, nn.Module))
-        own = not known and _is_attributes(hook)
-        return self._part(name, hook) if own else self._fact(name, hook)
+        return (self._part if _is_attributes(hook) else self._fact)(name, hook)
 
     def _told(self, value: Any) -> Any:
         """What a part that is a function holds. No number of it counts layers: it has no name."""

@@ -43,6 +43,7 @@ from fxrl.ir.graph import (
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
+_UNTOLD = "a view splits dims in a way fxrl cannot follow"
 
 EXPANDED = "rows are expanded to other tokens"
 
@@ -112,7 +113,7 @@ def _block(
     """The smallest runs of old and new dims, from i and j, that hold the same elements."""
     i_end, j_end = i + 1, j + 1
     if i >= len(old) or j >= len(new):
-        raise Refusal("a view splits dims in a way fxrl cannot follow")
+        raise Refusal(_UNTOLD)
     left, right = old[i][0], new[j][0]
     while (more := _compared(left, right)) != 0:
         if more < 0 and i_end < len(old):
@@ -122,10 +123,10 @@ def _block(
             right *= new[j_end][0]
             j_end += 1
         else:
-            raise Refusal("a view splits dims in a way fxrl cannot follow")
+            raise Refusal(_UNTOLD)
     at_end = i_end == len(old) and j_end == len(new)  # equal, or it were no view
     if not at_end and not rules.same_size(left, right):
-        raise Refusal("a view splits dims in a way fxrl cannot follow")
+        raise Refusal(_UNTOLD)
     return i_end, j_end
 
 
@@ -142,7 +143,7 @@ def _compared(left: Size, right: Size) -> int:
         return 1
     if (1 / ratio).as_numer_denom()[1] == 1:
         return -1
-    raise Refusal("a view splits dims in a way fxrl cannot follow")
+    raise Refusal(_UNTOLD)
 
 
 def unsqueeze(rules: RowRules, node: fx.Node) -> RowValue:

@@ -22,15 +22,15 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import CellVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from fxrl.capture._torch import dynamo_settings, places_written
+from fxrl.capture._torch import dynamo_settings, variations
 
 _wrap_float = VariableBuilder.wrap_symfloat
 
 
 def note_written(effects: Any) -> None:
     """Keep in mind where the trace at hand has written numbers."""
-    if places_written:
-        places_written[-1].update(_written(effects))
+    if variations:
+        variations[-1].written.update(_written(effects))
 
 
 def _written(effects: Any) -> Iterator[tuple[str, Any]]:
@@ -71,7 +71,7 @@ def _float(self: Any, value: float) -> Any:
 
 
 def _is_written(source: Any) -> bool:
-    return bool(places_written) and place_of_source(source) in places_written[-1]
+    return bool(variations) and place_of_source(source) in variations[-1].written
 
 
 def place_of_source(source: Any) -> tuple[str, Any] | None:

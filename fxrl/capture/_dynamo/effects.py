@@ -276,17 +276,13 @@ def _fills_mappings(tx: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return False
     handed = [*args[1:], *kwargs.values(), *getattr(function, "args", ())]
     handed += getattr(function, "keywords", {}).values()
-    mappings = [value for value in map(_realized, handed) if _may_be_filled(value)]
+    mappings = [one for one in (value.realize() for value in handed) if _may_be_filled(one)]
     written = tx.output.side_effects.store_attr_mutations.values()
-    kept = [id(_realized(value)) for attributes in written for value in attributes.values()]
+    kept = [id(value.realize()) for attributes in written for value in attributes.values()]
     ways = [*map(id, mappings), *kept]
     return bool(mappings) and all(
         one.source is None and ways.count(id(one)) == 1 for one in mappings
     )
-
-
-def _realized(value: Any) -> Any:
-    return value.realize()
 
 
 def _may_be_filled(value: Any) -> bool:

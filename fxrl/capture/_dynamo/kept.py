@@ -37,7 +37,7 @@ from fxrl.capture._dynamo.counters import counted, place_of_source
 from fxrl.capture._dynamo.frames import in_body
 from fxrl.capture._dynamo.guarding import guard_by
 from fxrl.capture._dynamo.later import Later
-from fxrl.capture._torch import lengths_read
+from fxrl.capture._torch import variations
 
 _TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
 _load = _TRANSLATOR._load_attr
@@ -219,9 +219,9 @@ def _built(self: Any, value: Any) -> Any:
 def _is_ever_longer(source: Any, value: Any) -> bool:
     """Whether a list that is no batch's had another length in each capture so far. Captured as long
     as it is, it would be at each step; where the graph ends instead, Python reads it."""
-    if not lengths_read or source.name.startswith("L['batch']"):
+    if not variations or source.name.startswith("L['batch']"):
         return False
-    lengths = lengths_read[-1][source.name]
+    lengths = variations[-1].lengths[source.name]
     lengths.add(len(value))
     return len(lengths) > _LENGTHS
 

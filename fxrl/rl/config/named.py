@@ -34,7 +34,7 @@ def wrong_keywords(
     calls the function, and ``keys`` are further ones that it has."""
     if (takes := accepted(function)) is None:
         return []
-    known = [name for name in takes if name not in besides]
+    known = [one for one in takes if one not in besides]
     return [
         f"{key}: no such key{_instead(key, [*known, *keys], table, name)}"
         for key in given
