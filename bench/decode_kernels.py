@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from bench.lib import common
-from fxrl.kernels.decode_attention import DecodeWorkspace, decode_attention
+from fxrl.kernels.decode_attention import DecodeWorkspace, decode_attention, schedule_decode
+from fxrl.kernels.decode_schedule import DecodeSchedule
 from fxrl.kernels.sample import fused_sample
 
 COLUMNS = ("kernel", "variant", "rows", "length", "us", "floor_us", "of_copy", "error", "failure")
@@ -38,7 +39,11 @@ LENGTHS: dict[str, list[int]] = {
     "128 x 1000": [1000] * 128,
     "140 x 1000": [1000] * 140,
     "250, one of 4000": [4000] + [100] * 249,
+    "256 x 640, 8 of each 512": [640] * 256,
+    "64 x 3584, 8 of each 3072": [3584] * 64,
 }
+PROMPTS = {"256 x 640, 8 of each 512": (8, 512), "64 x 3584, 8 of each 3072": (8, 3072)}
+"""How many completions a prompt has, and its tokens; elsewhere no two sequences begin alike."""
 
 
 def main() -> None:
@@ -96,8 +101,11 @@ def _measure(
 
 
 def _attention(results: common.Results, label: str, lengths: list[int], bandwidth: float) -> None:
-    bytes_read = sum(lengths) * KV_HEADS * DIM * 2 * 2
-    sets = [_cache(lengths, seed) for seed in range(max(2, min(8, round(1e9 / bytes_read))))]
+    copies, prompt = PROMPTS.get(label, (1, 0))
+    keys = sum(lengths) - (len(lengths) - len(lengths) // copies) * prompt
+    bytes_read = keys * KV_HEADS * DIM * 2 * 2
+    count = max(2, min(8, round(1e9 / bytes_read)))
+    sets = [_cache(lengths, copies, prompt, seed) for seed in range(count)]
     want = _dense(sets[0], lengths)
     for name, variant in _attention_variants(lengths):
         outs = [torch.empty_like(data["q"]) for data in sets]
@@ -107,8 +115,9 @@ def _attention(results: common.Results, label: str, lengths: list[int], bandwidt
         _measure(results, row, bytes_read, bandwidth, work, error)
 
 
-def _cache(lengths: list[int], seed: int) -> dict[str, Tensor]:
-    """Random keys and values in blocks in random order, as a server's cache comes to be."""
+def _cache(lengths: list[int], copies: int, prompt: int, seed: int) -> dict[str, Tensor]:
+    """Random keys and values in blocks in random order, as a server's cache comes to be; ``copies``
+    sequences after another begin with the blocks of one prompt."""
     gen = torch.Generator("cuda").manual_seed(seed)
     counts = [-(-n // BLOCK) for n in lengths]
     total = sum(counts)
@@ -118,6 +127,7 @@ def _cache(lengths: list[int], seed: int) -> dict[str, Tensor]:
     table = torch.zeros(len(lengths), 2048, dtype=torch.int32, device="cuda")
     for row, blocks in enumerate(order.split(counts)):
         table[row, : len(blocks)] = blocks
+        table[row, : prompt // BLOCK] = table[row // copies * copies, : prompt // BLOCK]
     query = (len(lengths), Q_HEADS, DIM)
     return {
         "q": torch.randn(query, generator=gen, device="cuda", dtype=torch.bfloat16),
@@ -144,11 +154,15 @@ def _attention_variants(
     lengths: list[int],
 ) -> Iterator[tuple[str, Callable[[dict[str, Tensor], Tensor], Any]]]:
     space = DecodeWorkspace(len(lengths), Q_HEADS, KV_HEADS, DIM, torch.device("cuda"))
+    schedules: dict[int, DecodeSchedule] = {}
 
     def ours(data: dict[str, Tensor], out: Tensor) -> Any:
+        tables = data["table"], data["lens"]
+        if id(data) not in schedules:  # one for all layers of a step
+            schedules[id(data)] = schedule_decode(data["q"], data["k"], *tables, workspace=space)
         return decode_attention(
-            data["q"], data["k"], data["v"], data["table"], data["lens"], DIM**-0.5, out,
-            workspace=space,
+            data["q"], data["k"], data["v"], *tables, DIM**-0.5, out,
+            workspace=space, schedule=schedules[id(data)],
         )  # fmt: skip
 
     yield "fxrl", ours
@@ -256,7 +270,8 @@ def _notes() -> list[str]:
         f"{Q_HEADS} query and {KV_HEADS} KV heads of {DIM}, blocks of {BLOCK}, bf16; "
         f"vocabulary {VOCAB}",
         "error: relative L2 distance to float64 attention; largest error of a log-probability",
-        "vLLM's attention has its schedule made outside the timing, as vLLM does once a step",
+        "attention's schedules are made outside the timing: they are made once a step",
+        "of_copy counts a prompt's keys once, whoever reads them",
     ]
 
 

@@ -1,8 +1,9 @@
 """Attention of one query token a sequence over a paged KV cache.
 
-A sequence's keys are cut into splits; a work item is one split for one KV head and all query heads
-of its group. An item reads its keys and values once, tile by tile, with the softmax's running
-maximum m and sum l:
+Keys are cut into splits (``decode_schedule.py``): of one sequence, or of the prefix that a set of
+sequences has in common. A work item is one split for one KV head, for all query heads of its group
+and all sequences of the set. An item reads its keys and values once, tile by tile, with the
+softmax's running maximum m and sum l:
 
     s = scale q k^T            m' = max(m, max s)        p = exp(s - m')
     l = l exp(m - m') + sum p  acc = acc exp(m - m') + p v
@@ -11,11 +12,6 @@ The item that finishes a (sequence, KV head) last merges the splits, in their or
 
     m = max_j m_j     out = sum_j exp(m_j - m) acc_j / sum_j exp(m_j - m) l_j
 
-NOTE [Why the work list is made on the device]
-A CUDA graph freezes the grid, and lengths change at each replay. So a fixed number of programs
-works off a list that each derives from the lengths (``splits_of_rows``): a split has all tiles over
-the number of programs, so that each gets one, or a fraction of that where there is much to do. That
-bounds the splits by R + programs rounds / heads, whatever the lengths: the scratch is fixed too.
 Which program takes an item is first come, first served; what it computes is not, and merging has an
 order: results repeat bit for bit. They do change with the batch.
 
@@ -26,8 +22,6 @@ time then read the same DRAM pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -35,64 +29,23 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from fxrl.errors import FxrlError
+from fxrl.kernels.decode_schedule import (
+    RECORD,
+    DecodeSchedule,
+    DecodeTuning,
+    default_tuning,
+    lanes_of,
+    make_schedule,
+    most_slots,
+)
 from fxrl.kernels.jit import jit, jit_unspecialized, on_device
 
 _QUERIES = (torch.bfloat16, torch.float16)
 _INTERPRETED_PROCESSORS = 3  # on the CPU, where Triton's interpreter stands in for the device
-_WARP = 32
-"""Fewer rows are padded to a warp, and one kernel serves them all: vLLM makes a CUDA graph for each
-of 1, 2, 4, 8, 16, 24 and 32, for which a compilation of its own took 1.6 s on an H200's host."""
 
 
 class DecodeAttentionError(FxrlError, ValueError):
     """An argument of ``decode_attention`` does not fit; the message says which and the cure."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTuning:
-    """How the work is cut; results depend on it in their last bits only.
-
-    tile: keys of one step, a power of two of at least 16.
-    warps, stages: of a program, and tiles it has in flight.
-    programs_per_sm: the grid is this times the number of multiprocessors.
-    min_tiles: a split has at least so many tiles, or merging would cost more than it saves.
-    slack: by how many percent a split may grow so that each program has one item.
-    max_tiles, rounds: a program whose share is above ``max_tiles`` gets it in up to ``rounds``
-        items; the programs that are done first take what is left.
-    early: launch while the kernel ahead in the stream ends (needs compute capability 9).
-    """
-
-    tile: int = 16
-    warps: int = 1
-    stages: int = 3
-    programs_per_sm: int = 8
-    min_tiles: int = 4
-    slack: int = 100
-    max_tiles: int = 64
-    rounds: int = 4
-    early: bool = False
-
-
-def default_tuning(group: int, head_dim: int, device: torch.device) -> DecodeTuning:
-    """What measured best on an H200 for 2 query heads a KV head of 128; others scale its registers.
-
-    NOTE [Why a program is one warp]
-    It never waits for another warp, and while one of a multiprocessor's eight starts or ends, seven
-    have loads in flight. Two programs of four warps and 64 keys are 3 % faster where 32 sequences
-    are equally long and 35 % slower where they are not: there are too few to share odd lengths.
-    """
-    width = max(16, triton.next_power_of_2(head_dim))
-    warps = max(1, max(16, triton.next_power_of_2(group)) * width // 2048)
-    tile = max(16, 2048 // width)
-    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return DecodeTuning(
-        tile=tile,
-        warps=min(8, warps),
-        programs_per_sm=max(1, 8 // warps),
-        min_tiles=max(1, 64 // tile),
-        max_tiles=1024 // tile,
-        early=early,
-    )
 
 
 class DecodeWorkspace:
@@ -122,9 +75,9 @@ class DecodeWorkspace:
         self.arrived = torch.zeros(1 + rows * kv_heads, dtype=torch.int32, device=device)
 
     def _floats(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> int:
-        splits = rows + -(-self.programs * self.tuning.rounds // kv_heads)
+        slots = most_slots(rows, self.programs, kv_heads, q_heads // kv_heads, self.tuning)
         width = int(triton.next_power_of_2(head_dim)) + 2  # accumulator, maximum and sum
-        return splits * q_heads * width
+        return slots * q_heads * width
 
     def check(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> None:
         """DecodeAttentionError if a call of this size does not fit."""
@@ -148,11 +101,14 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     workspace: DecodeWorkspace | None = None,
+    schedule: DecodeSchedule | None = None,
 ) -> Tensor:
     """Attention of each sequence's newest token to all keys in its cache (that token's included).
 
-    One launch (a second, of zeros, without ``workspace``), no wait for the device; the grid does
-    not depend on the lengths, so a CUDA graph may replay it with others.
+    Keys that several sequences have in common, in blocks of the same numbers, are read once for as
+    many of them as a program has room for. One launch with ``workspace`` and ``schedule``, no wait
+    for the device; the grid does not depend on the lengths, so a CUDA graph may replay it with
+    others.
 
     Args:
         q: ``[R, Hq, D]`` bf16 or fp16, D contiguous and at most 256.
@@ -167,6 +123,8 @@ def decode_attention(
         window: only the last so many keys (0: all).
         softcap: scores become ``softcap tanh(scores / softcap)`` (0: unchanged).
         workspace: scratch to reuse; in CUDA graphs it saves a launch.
+        schedule: ``schedule_decode`` of these very lengths and tables, which all layers of a step
+            may share; made if None, by up to three launches.
 
     Returns:
         ``out``. Sums are float32; the same arguments on the same GPU give the same bits.
@@ -183,22 +141,63 @@ def decode_attention(
     if workspace is None:
         workspace = DecodeWorkspace(rows, q_heads, kv_heads, dim, q.device)
     workspace.check(rows, q_heads, kv_heads, dim)
+    made_for = _made_for(q, k_cache, block_table, seq_lens, window)
+    if schedule is None:
+        schedule = schedule_decode(
+            q, k_cache, block_table, seq_lens, window=window, workspace=workspace
+        )
+    elif schedule.made_for != made_for:
+        raise DecodeAttentionError(
+            f"the schedule was made for {schedule.made_for}, this call is {made_for} (rows, KV "
+            "heads, query heads of each, block size, window, addresses of tables and lengths): "
+            "call schedule_decode for each kind of layer, once a step"
+        )
     group, tuning = q_heads // kv_heads, workspace.tuning
     with on_device(q):
         attend[(workspace.programs,)](
-            q, k_cache, v_cache, block_table, seq_lens, out,
-            workspace.partial, workspace.arrived, rows, tuning.min_tiles,
-            tuning.slack, tuning.max_tiles, tuning.rounds, float(scale),
+            q, k_cache, v_cache, block_table, out,
+            schedule.splits, schedule.work, schedule.roster, schedule.slots,
+            workspace.partial, workspace.arrived, rows, float(scale),
             q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
             block_table.stride(0), out.stride(0), out.stride(1),
-            softcap=float(softcap), window=int(window), kv_heads=kv_heads, group=group,
-            group_padded=max(16, triton.next_power_of_2(group)), head_dim=dim,
+            softcap=float(softcap), kv_heads=kv_heads, group=group,
+            lanes=lanes_of(group), members=lanes_of(group) // group, head_dim=dim,
             dim_padded=max(16, triton.next_power_of_2(dim)), block_size=block_size,
-            tile=tuning.tile,
-            rows_padded=max(_WARP, triton.next_power_of_2(rows)), stages=tuning.stages,
+            tile=tuning.tile, record=RECORD, stages=tuning.stages,
             early=tuning.early, num_warps=tuning.warps, launch_pdl=tuning.early,
         )  # fmt: skip
     return out
+
+
+def schedule_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    window: int = 0,
+    workspace: DecodeWorkspace,
+) -> DecodeSchedule:
+    """The work list of ``decode_attention`` with these arguments, of which only the shapes of ``q``
+    and ``k_cache`` count; up to three launches, no wait. It holds until lengths or tables change.
+    """
+    rows, q_heads, _ = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    return make_schedule(
+        block_table, seq_lens, rows, block_size,
+        _made_for(q, k_cache, block_table, seq_lens, window),
+        kv_heads=kv_heads, group=q_heads // kv_heads, window=window,
+        programs=workspace.programs, tuning=workspace.tuning,
+    )  # fmt: skip
+
+
+def _made_for(
+    q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, window: int
+) -> tuple[int, ...]:
+    rows, q_heads, _ = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    addresses = block_table.data_ptr(), seq_lens.data_ptr()
+    return rows, kv_heads, q_heads // kv_heads, block_size, window, *addresses
 
 
 def _check(
@@ -258,15 +257,14 @@ def attend(
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     block_table: tl.tensor,
-    seq_lens: tl.tensor,
     out: tl.tensor,
+    splits: tl.tensor,
+    work: tl.tensor,
+    roster: tl.tensor,
+    slots: tl.tensor,
     partial: tl.tensor,
     arrived: tl.tensor,
     rows: tl.tensor,
-    min_tiles: tl.tensor,
-    slack: tl.tensor,
-    max_tiles: tl.tensor,
-    rounds: tl.tensor,
     scale: tl.tensor,
     q_row: tl.tensor,
     q_head: tl.tensor,
@@ -280,34 +278,26 @@ def attend(
     out_row: tl.tensor,
     out_head: tl.tensor,
     softcap: tl.constexpr,
-    window: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
-    group_padded: tl.constexpr,
+    lanes: tl.constexpr,
+    members: tl.constexpr,
     head_dim: tl.constexpr,
     dim_padded: tl.constexpr,
     block_size: tl.constexpr,
     tile: tl.constexpr,
-    rows_padded: tl.constexpr,
+    record: tl.constexpr,
     stages: tl.constexpr,
     early: tl.constexpr,
 ) -> None:
     """One program: its share of the items."""
     if early:
         gdc_wait()
-    r = tl.arange(0, rows_padded)
-    lens = tl.load(seq_lens + r, mask=r < rows, other=0)
-    spans = span_of(lens, window)
-    tiles = (spans + tile - 1) // tile
-    splits = splits_of_rows(
-        tiles, r < rows, tl.num_programs(0), kv_heads, min_tiles, slack, max_tiles, rounds
-    )
-    ends = tl.cumsum(splits, 0)
-    items = tl.sum(splits, 0) * kv_heads
-
-    g = tl.arange(0, group_padded)
+    items = tl.load(splits) * kv_heads
+    # A lane is one query head of one sequence of the item's.
+    lane = tl.arange(0, lanes)
+    member = lane // group
     d = tl.arange(0, dim_padded)
-    valid = (g < group)[:, None] & (d < head_dim)[None, :]
     # Scores in bits, so that exp2 serves: the softcap is applied before, to what it caps.
     factor = scale
     to_bits: tl.constexpr = 1.4426950408889634
@@ -317,28 +307,25 @@ def attend(
     # arrived: [0] how many items were taken beyond the first of each program; [1:] finished splits
     programs = tl.num_programs(0)
     item = tl.program_id(0)
+    row, size, nth, low, high = split_of(work, item // kv_heads, record)
     while item < items:
         head = item % kv_heads
-        unit = item // kv_heads
-        mine = (ends > unit) & (ends - splits <= unit)
-        row = tl.sum(tl.where(mine, r, 0), 0)
-        count = tl.sum(tl.where(mine, splits, 0), 0)
-        first = tl.sum(tl.where(mine, ends - splits, 0), 0)
-        length = tl.sum(tl.where(mine, lens, 0), 0)
-        span = tl.sum(tl.where(mine, spans, 0), 0)
-        step = ((span + tile - 1) // tile + count - 1) // count * tile
-        low = length - span + (unit - first) * step
-        high = tl.minimum(low + step, length)
-
-        row64 = row.to(tl.int64)
-        heads = head * group + g
+        heads = head * group + lane % group
+        live = member < size
+        valid = live[:, None] & (d < head_dim)[None, :]
+        sequence = tl.zeros([lanes], tl.int32) + row
+        if size > 1:
+            sequence = tl.load(roster + row * members + member, mask=live, other=0)
+        results = tl.load(slots + rows + row)
+        slot = tl.load(slots + sequence, mask=live, other=0) + nth
         query = tl.load(
-            q + row64 * q_row + heads[:, None] * q_head + d[None, :], mask=valid, other=0.0
-        )
-        table = block_table + row64 * table_row
-        m = tl.full([group_padded], float("-inf"), tl.float32)
-        l = tl.zeros([group_padded], tl.float32)  # noqa: E741
-        acc = tl.zeros([group_padded, dim_padded], tl.float32)
+            q + sequence.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :],
+            mask=valid, other=0.0,
+        )  # fmt: skip
+        table = block_table + row.to(tl.int64) * table_row
+        m = tl.full([lanes], float("-inf"), tl.float32)
+        l = tl.zeros([lanes], tl.float32)  # noqa: E741
+        acc = tl.zeros([lanes, dim_padded], tl.float32)
         for t in tl.range(low, high, tile, num_stages=stages):
             n = t + tl.arange(0, tile)
             page = tl.load(table + n // block_size, mask=n < high, other=0).to(tl.int64)
@@ -366,74 +353,50 @@ def attend(
             acc = acc * decay[:, None] + tl.dot(p.to(query.dtype), v)
             m = m_new
 
-        target = out + row64 * out_row + heads[:, None] * out_head + d[None, :]
-        if count == 1:
+        if (size == 1) & (results == 1):
+            target = out + row.to(tl.int64) * out_row + heads[:, None] * out_head + d[None, :]
             result = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
             tl.store(target, result.to(out.dtype.element_ty), mask=valid)
         else:
-            # partial: [splits of all rows, kv_heads, group, dim_padded + 2]
+            # partial: [slots of all sequences, kv_heads, group, dim_padded + 2]
             width: tl.constexpr = dim_padded + 2
-            here = partial + (unit * kv_heads + head).to(tl.int64) * (group * width) + g * width
-            tl.store(here[:, None] + d[None, :], acc, mask=valid)
-            tl.store(here + dim_padded, m, mask=g < group)
-            tl.store(here + dim_padded + 1, l, mask=g < group)
+            mine = partial + (slot * kv_heads + head).to(tl.int64) * (group * width)
+            mine += lane % group * width
+            tl.store(mine[:, None] + d[None, :], acc, mask=valid)
+            tl.store(mine + dim_padded, m, mask=live)
+            tl.store(mine + dim_padded + 1, l, mask=live)
             tl.debug_barrier()  # all threads' stores, then the count that publishes them
-            done = arrived + 1 + row * kv_heads + head
-            before = tl.atomic_add(done, 1, sem="acq_rel")
-            if before == count - 1:
-                tl.debug_barrier()
-                merge_group(
-                    partial + (first * kv_heads + head).to(tl.int64) * (group * width), count,
-                    out + row64 * out_row + head * group * out_head, out_head,
-                    kv_heads, group, head_dim, dim_padded,
-                )  # fmt: skip
-                tl.store(done, 0)
+            for i in range(size):
+                one = row
+                if size > 1:
+                    one = tl.load(roster + row * members + i)
+                count = tl.load(slots + rows + one)
+                done = arrived + 1 + one * kv_heads + head
+                if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
+                    tl.debug_barrier()
+                    first = tl.load(slots + one)
+                    merge_group(
+                        partial + (first * kv_heads + head).to(tl.int64) * (group * width), count,
+                        out + one.to(tl.int64) * out_row + head * group * out_head, out_head,
+                        kv_heads, group, head_dim, dim_padded,
+                    )  # fmt: skip
+                    tl.store(done, 0)
 
         item = next_item(arrived, items, programs)
+        row, size, nth, low, high = split_of(work, item // kv_heads, record)
 
 
-# -- cutting, handing out and merging its work
-
-
-@jit
-def splits_of_rows(
-    tiles: tl.tensor,
-    real: tl.tensor,
-    programs: tl.tensor,
-    kv_heads: tl.constexpr,
-    min_tiles: tl.tensor,
-    slack: tl.tensor,
-    max_tiles: tl.tensor,
-    rounds: tl.tensor,
-) -> tl.tensor:
-    """Into how many splits each row is cut; see NOTE [Why the work list is made on the device]."""
-    even = tl.maximum((tl.sum(tiles, 0) * kv_heads + programs - 1) // programs, min_tiles)
-    size = even
-    if (even > max_tiles) | (tl.sum(real.to(tl.int32), 0) * kv_heads > programs):
-        parts = tl.minimum((even + max_tiles - 1) // max_tiles, rounds)
-        size = (even + parts - 1) // parts
-    else:  # rounding up may leave a second item for a few: grow until there is one each
-        for _ in tl.static_range(3):
-            items = tl.sum(_cut(tiles, real, size), 0) * kv_heads
-            excess = tl.maximum(items - programs, 0)
-            size = tl.minimum(
-                size + (size * excess + programs - 1) // programs, even + even * slack // 100
-            )
-    return _cut(tiles, real, size)
+# -- handing out and merging its work
 
 
 @jit
-def _cut(tiles: tl.tensor, real: tl.tensor, size: tl.tensor) -> tl.tensor:
-    """An empty sequence (a row that pads a graph's batch) has one split: it writes zeros."""
-    return tl.where(real, tl.maximum((tiles + size - 1) // size, 1), 0)
-
-
-@jit
-def span_of(length: tl.tensor, window: tl.constexpr) -> tl.tensor:
-    """How many of the last keys the query sees."""
-    if window > 0:
-        length = tl.minimum(length, window)
-    return length
+def split_of(work: tl.tensor, number: tl.tensor, record: tl.constexpr) -> tl.tensor:
+    """What ``DecodeSchedule.work`` says of a split; it is read before whether there is such a one
+    is known, as the one takes as long as the other."""
+    here = work + number * record
+    return (
+        tl.load(here), tl.load(here + 1), tl.load(here + 2), tl.load(here + 3), tl.load(here + 4),
+    )  # fmt: skip
 
 
 @jit

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fxrl.kernels.decode_attention import DecodeTuning, DecodeWorkspace, decode_attention
+from fxrl.kernels.decode_attention import DecodeWorkspace, decode_attention, schedule_decode
+from fxrl.kernels.decode_schedule import DecodeTuning
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import mend_interpreter
@@ -33,9 +34,13 @@ class Case:
 
 def make_case(
     lengths, *, q_heads=4, kv_heads=2, dim=64, block_size=16, dtype=torch.bfloat16,
-    layout="NHD", device="cpu", seed=0,
+    layout="NHD", device="cpu", seed=0, prefixes=(),
 ):  # fmt: skip
-    """Random keys and values in randomly ordered blocks; block 0 belongs to nobody."""
+    """Random keys and values in randomly ordered blocks; block 0 belongs to nobody.
+
+    prefixes: (row, earlier row, blocks): the row begins with so many blocks of the earlier one.
+    """
+    given = {row: (other, blocks) for row, other, blocks in prefixes}
     gen = torch.Generator().manual_seed(seed)
     counts = [-(-n // block_size) for n in lengths]
     total = sum(counts) + 3
@@ -48,9 +53,13 @@ def make_case(
     cache = memory.permute(order)  # both orders are their own inverse
     keys, values = [], []
     for row, (n, count) in enumerate(zip(lengths, counts, strict=True)):
-        mine = [owned.pop() for _ in range(count)]
+        other, begun = given.get(row, (0, 0))
+        mine = [*table[other, :begun].tolist(), *(owned.pop() for _ in range(count - begun))]
         table[row, :count] = torch.tensor(mine, dtype=torch.int32)
         pair = torch.randn(2, n, kv_heads, dim, generator=gen).to(dtype)
+        if begun:
+            pair[0, : begun * block_size] = keys[other][: begun * block_size].to(dtype)
+            pair[1, : begun * block_size] = values[other][: begun * block_size].to(dtype)
         for i, block in enumerate(mine):
             part = pair[:, i * block_size : (i + 1) * block_size]
             cache[block, :, : part.shape[1]] = part.float()
@@ -88,6 +97,7 @@ def check(case, *, tuning=None, scale=None, window=0, softcap=0.0):
     scale = dim**-0.5 if scale is None else scale
     options = {"window": window, "softcap": softcap}
     space = DecodeWorkspace(rows, q_heads, kv_heads, dim, device, tuning)
+    space.partial.fill_(math.nan)
     got = decode_attention(*case.tensors(), scale, workspace=space, **options)
     out = torch.full_like(got, 7.0)
     again = decode_attention(*case.tensors(), scale, out, workspace=space, **options)
@@ -99,6 +109,53 @@ def check(case, *, tuning=None, scale=None, window=0, softcap=0.0):
     step = torch.finfo(case.q.dtype).eps
     torch.testing.assert_close(got.double().cpu(), want, rtol=step, atol=2 * step)
     return got
+
+
+def reads(case, *, tuning=None, window=0):
+    """What the schedule has read: (first key, end, rows that it is read for) of each split."""
+    rows, q_heads, dim = case.q.shape
+    space = DecodeWorkspace(rows, q_heads, case.k_cache.shape[2], dim, case.q.device, tuning)
+    made = schedule_decode(
+        case.q, case.k_cache, case.block_table, case.seq_lens, window=window, workspace=space
+    )
+    work = made.work[: made.splits.item()].tolist()
+    sets = made.roster.tolist()
+    return [
+        (low, high, sets[row][:size] if size > 1 else [row]) for row, size, _, low, high, *_ in work
+    ]
+
+
+def keys_read(case, **options):
+    """How many keys are read in all; each row's are read once, by whatever splits."""
+    seen = [[] for _ in case.keys]
+    total = 0
+    for low, high, rows in reads(case, **options):
+        total += high - low
+        for row in rows:
+            seen[row] += range(low, high)
+    window = options.get("window") or max(len(k) for k in case.keys)
+    for keys, read in zip(case.keys, seen, strict=True):
+        assert sorted(read) == list(range(max(0, len(keys) - window), len(keys)))
+    return total
+
+
+#: Rows 0, 1, 3, 7 and 8 begin alike for 6 blocks, 2, 4 and 6 for 4; 5 begins like 0 for one.
+FAMILIES = [(1, 0, 6), (3, 0, 6), (4, 2, 4), (5, 0, 1), (6, 4, 4), (7, 0, 6), (8, 3, 6)]
+LENGTHS = [130, 96, 70, 100, 64, 40, 65, 97, 111, 0, 5]
+
+
+def check_prefixes(q_heads, kv_heads, spared, *, dim=64, device="cpu", dtype=torch.float16):
+    """``spared``: how many keys are not read again."""
+    small = DecodeTuning(stages=1, min_tiles=1)
+    case = make_case(
+        LENGTHS, q_heads=q_heads, kv_heads=kv_heads, dim=dim, dtype=dtype, prefixes=FAMILIES,
+        device=device,
+    )  # fmt: skip
+    check(case, tuning=small)
+    assert sum(LENGTHS) - keys_read(case, tuning=small) == spared
+    assert keys_read(case, window=37) == keys_read(case, tuning=small, window=37)
+    dear = dataclasses.replace(small, min_tiles=5)  # more keys than four blocks
+    assert sum(LENGTHS) - keys_read(case, tuning=dear) == max(0, spared - 128)
 
 
 def main():
@@ -117,6 +174,8 @@ def main():
     check(
         make_case([100, 20], block_size=64, dtype=half), tuning=DecodeTuning(tile=32, min_tiles=1)
     )
+    check_prefixes(4, 2, 4 * 96 + 2 * 64, dim=16)
+    check_prefixes(16, 1, 0, dim=16)
     print("all agree")
 
 

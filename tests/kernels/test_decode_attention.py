@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 
 from fxrl.kernels.decode_attention import (
     DecodeAttentionError,
-    DecodeTuning,
     DecodeWorkspace,
     decode_attention,
 )
+from fxrl.kernels.decode_schedule import DecodeTuning
 
 sys.path.insert(0, str(Path(__file__).parent))
 import decode_cases as cases
@@ -45,6 +45,33 @@ def test_options_on_gpu(block_size, options):
             lengths, q_heads=8, kv_heads=4, dim=128, block_size=block_size, device="cuda"
         )
         cases.check(case, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "spared"), [((8, 4), 4 * 96 + 2 * 64), ((8, 2), 3 * 96 + 2 * 64), ((32, 2), 0)]
+)
+def test_prefixes_on_gpu(heads, spared):
+    cases.check_prefixes(*heads, spared, dim=128, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(32, 8, 128), (4, 4, 64), (14, 2, 128)], ids=str)
+def test_completions_of_prompts_on_gpu(sizes):
+    """8 of each of 20 prompts, of which two are alike for a while, at places of their own."""
+    gen = torch.Generator().manual_seed(3)
+    blocks = [int(n) for n in torch.randint(0, 40, (20,), generator=gen)]
+    blocks[5] = max(blocks[5], blocks[4])
+    lengths = [
+        blocks[i % 20] * 16 + int(torch.randint(1, 300, (), generator=gen)) for i in range(160)
+    ]
+    prefixes = [(i, i % 20, blocks[i % 20]) for i in range(20, 160)] + [(5, 4, blocks[4] // 2)]
+    q_heads, kv_heads, dim = sizes
+    case = cases.make_case(
+        lengths, q_heads=q_heads, kv_heads=kv_heads, dim=dim, prefixes=prefixes, device="cuda"
+    )
+    cases.check(case)
+    assert cases.keys_read(case) < sum(lengths) * 0.8
 
 
 @pytest.mark.gpu

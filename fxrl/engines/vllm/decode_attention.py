@@ -6,13 +6,15 @@ everything else (prefill, mixed steps, cascades, ALiBi, sinks, encoder layers, q
 runs what was derived from.
 
 NOTE [Where the kernel runs unasked]
-Inside vLLM on an H200 (Qwen3-1.7B, 32 sequences of up to 2048 tokens) a decode step takes 2.90 ms
-with it and 3.08 ms with FlashAttention 3. Timed alone (``bench.decode_kernels``, FlashAttention 3
-with as many splits as vLLM gives it) it needs 0.84 to 0.98 of its time for 1 to 128 sequences of
-300 to 1870 tokens and a third for 32 of 16, but 1.1 from 140 sequences of 1000 tokens on, for 64
-mixed ones of up to 6350 and for one of 32768. So ``"auto"`` takes it on Hopper, for steps of up to
-``AUTO_ROWS`` sequences of engines with contexts of up to ``AUTO_CONTEXT``; all else is vLLM's. Near
-both limits at once it was not timed.
+Completions of a prompt are what a rollout decodes, and their prompt's keys are read once for
+several of them. On an H200, with Qwen3-8B's heads: 77 us a layer, FlashAttention 3 148, for 256
+sequences, 8 of each prompt of 512 tokens, with 128 more of each; 102 and 183 for 64 of prompts of
+4096. Inside vLLM that made a step of 256 11.6 ms that had been 14.1. Where no two sequences begin
+alike the kernel takes 0.66 to 1.03 of FlashAttention 3's time for up to 512 sequences with those
+heads; with Qwen3-1.7B's 0.84 to 0.98 for 1 to 128 sequences (``bench.decode_kernels``), but 1.14
+for 140 of 1000 tokens, 1.1 for 64 mixed ones of up to 6350 and for one of 32768. So ``"auto"``
+takes it on Hopper, for steps of up to ``AUTO_ROWS`` sequences of engines with contexts of up to
+``AUTO_CONTEXT``; all else is vLLM's. Near both limits at once it was not timed.
 
 It is registered in FlashAttention's own place then, which vLLM's registry allows: vLLM goes on
 choosing by itself, and a model for which it chooses another backend (MLA, sinks, head sizes) never
@@ -30,7 +32,8 @@ A graph keeps the branch that its capture took. FlashAttention 3 captures mixed 
 says so to vLLM; here a graph of one-token steps must never replay a mixed one. The builder
 therefore announces ``UNIFORM_SINGLE_TOKEN_DECODE``, and vLLM then runs mixed steps piecewise, as
 its default mode does anyway. What ``decode`` reads inside a graph lies in vLLM's own buffers, at
-addresses that stay: ``seq_lens`` (0 in rows that pad the batch) and ``block_table``.
+addresses that stay: ``seq_lens`` (0 in rows that pad the batch) and ``block_table``. The schedule
+is made inside the graph too, by the step's first layer.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -52,7 +56,7 @@ from fxrl.errors import TESTED
 log = logging.getLogger(__name__)
 
 CACHE = "_cached_get_attn_backend"
-AUTO_ROWS = 128
+AUTO_ROWS = 512
 AUTO_CONTEXT = 4096
 AUTO_CAPABILITY = (9, 0)
 UNQUANTIZED = ("auto", "float16", "bfloat16")
@@ -86,12 +90,10 @@ def most_rows(place: str, current: Callable[[], Any]) -> int:
     Args:
         current: vLLM's ``get_current_vllm_config``, of the engine that is being built.
     """
-    if place == "FLASH_ATTN":
-        return AUTO_ROWS
     config = current()
     graphs = config.compilation_config.cudagraph_capture_sizes or ()
     rows: int = max((config.scheduler_config.max_num_seqs, *graphs))
-    return rows
+    return min(rows, AUTO_ROWS) if place == "FLASH_ATTN" else rows
 
 
 @contextmanager
@@ -145,6 +147,7 @@ def make_backend(
     builder: Any,
     decode_graphs: Any,
     decode: Callable[..., Tensor],
+    schedule: Callable[..., Any],
     make_workspace: Callable[[int, int, int], Any],
     *,
     max_rows: int,
@@ -156,14 +159,16 @@ def make_backend(
         backend, impl, builder: what to derive from, vLLM's ``FlashAttentionBackend``,
             ``FlashAttentionImpl`` and ``FlashAttentionMetadataBuilder``.
         decode_graphs: ``AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE``.
-        decode: ``fxrl.kernels.decode_attention.decode_attention``.
+        decode, schedule: ``decode_attention`` and ``schedule_decode`` of
+            ``fxrl.kernels.decode_attention``.
         make_workspace: of (query heads, KV heads, head dimension), for up to ``max_rows`` rows, on
             the device; called once for each such triple while the model is built. The layers alone
             hold what it returns (by weak references else), so that it goes when they go.
         max_rows: most sequences in a step; larger steps are vLLM's.
         name: the member of vLLM's enumeration, which looks its backends up by it.
     """
-    fast = _implementation(impl, decode, make_workspace, _pair_dimension(backend), max_rows)
+    pair = _pair_dimension(backend)
+    fast = _implementation(impl, decode, schedule, make_workspace, pair, max_rows)
     made = _builder(builder, decode_graphs, max_rows)
 
     class FastBackend(backend):  # type: ignore[misc]
@@ -189,6 +194,7 @@ def make_backend(
 def _implementation(
     impl: Any,
     decode: Callable[..., Tensor],
+    schedule: Callable[..., Any],
     make_workspace: Callable[[int, int, int], Any],
     pair: int | None,
     max_rows: int,
@@ -229,22 +235,37 @@ def _implementation(
                 )  # fmt: skip
                 return result
             rows = attn_metadata.seq_lens.shape[0]
+            query = query[:rows]
             k_cache, v_cache = _keys_and_values(kv_cache, pair, self.head_size)
+            tables = attn_metadata.block_table, attn_metadata.seq_lens
+            common = {"window": window, "workspace": self.fxrl_workspace}
+            make = partial(schedule, query, k_cache, *tables, **common)
             decode(
-                query[:rows],
-                k_cache,
-                v_cache,
-                attn_metadata.block_table,
-                attn_metadata.seq_lens,
-                self.scale,
+                query, k_cache, v_cache, *tables, self.scale,
                 output.view(output.shape[0], self.num_heads, self.head_size)[:rows],
-                window=window,
                 softcap=float(self.logits_soft_cap or 0.0),
-                workspace=self.fxrl_workspace,
-            )
+                schedule=_schedule(self, attn_metadata, window, make),
+                **common,
+            )  # fmt: skip
             return output
 
     return FastImpl
+
+
+def _schedule(impl: Any, metadata: Any, window: int, make: Callable[[], Any]) -> Any:
+    """The step's, kept on its metadata: one for all layers with equal heads, window and tables.
+
+    A layer that asks again stands in another pass (a warm-up and its capture, a draft's next
+    token), whose lengths may be others although the metadata is the same: it gets a new one. That
+    it is launched in the pass itself puts it into the pass's CUDA graph.
+    """
+    kept = metadata.__dict__.setdefault("fxrl_schedules", {})
+    key = id(impl.fxrl_workspace), window, metadata.block_table.data_ptr()
+    schedule, readers = kept.get(key, (None, {id(impl)}))
+    if id(impl) in readers:
+        schedule, readers = make(), set()
+    kept[key] = schedule, readers | {id(impl)}
+    return schedule
 
 
 def _builder(builder: Any, decode_graphs: Any, max_rows: int) -> type:

@@ -1,6 +1,7 @@
 """The backend over doubles of vLLM's classes: which calls run ``decode``, and with what."""
 
 import gc
+import itertools
 import types
 import weakref
 
@@ -51,9 +52,15 @@ def backend(calls=None, max_rows=3):
         return args[6]
 
     classes = (Backend, Impl, Builder)
+    numbers = itertools.count()
+
+    def schedule(*args, **kwargs):
+        return next(numbers), args, kwargs
+
     return make_backend(
-        *classes, "decode graphs", decode, lambda *heads: Scratch([heads]), max_rows=max_rows
-    )
+        *classes, "decode graphs", decode, schedule, lambda *heads: Scratch([heads]),
+        max_rows=max_rows,
+    )  # fmt: skip
 
 
 def step(**changes):
@@ -90,9 +97,29 @@ def test_a_decode_step_runs_ours_on_vllms_buffers():
     assert table is metadata.block_table
     assert lens is metadata.seq_lens
     assert scale == 0.25
+    _, scheduled, same = options.pop("schedule")
     assert options == {"window": 0, "softcap": 0.0, "workspace": [(4, 2, 8)]}
+    assert same == {"window": 0, "workspace": [(4, 2, 8)]}
+    assert all(map(torch.equal, scheduled, (query, k_cache, table, lens)))
     assert out[:2].eq(1).all()
     assert out[2:].eq(0).all()
+
+
+def test_layers_of_a_step_share_its_schedule():
+    calls = []
+    made = backend(calls).get_impl_cls()
+    plain, same, windowed, wider = made(), made(), made(sliding_window=(99, 0)), made(num_heads=8)
+    wider.num_heads = 4  # of another workspace, but the same query here
+    metadata, other = step(), step()
+    tables = types.SimpleNamespace(**(metadata.__dict__ | {"block_table": other.block_table}))
+    for impl, given in (
+        (plain, metadata), (same, metadata), (windowed, metadata), (wider, metadata),
+        (plain, other),  # the next step
+        (plain, metadata), (same, metadata),  # another pass over the same metadata
+        (same, tables),  # what was copied with other tables
+    ):  # fmt: skip
+        forward(impl, given)
+    assert [call[1]["schedule"][0] for call in calls] == [0, 0, 1, 2, 3, 4, 4, 5]
 
 
 def test_window_and_softcap_of_the_layer_and_of_the_step():
