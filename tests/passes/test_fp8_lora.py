@@ -274,7 +274,7 @@ missed: fp8-lora @ 0:loss/mm: its weight in FP8 is off by 0.070, above the limit
 missed: fp8-lora @ 0:loss/mm: its weight in FP8 is off by nan, above the limit of 0.036
 missed: fp8-lora @ 0:loss/mm: no faster in FP8: 3.00 ms against 2.00, for 5 rows
 missed: fp8-lora @ 0:loss/mm: every product stays as it is: this GPU has compute capability 8.0
-missed: fp8-lora @ 0:loss/addmm: its addmm has alpha or beta""",
+missed: fp8-lora @ 0:loss/mm: its addmm has alpha or beta""",
     )
 
 
