@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from bench.lib import common
-from fxrl.kernels.decode_attention import DecodeWorkspace, decode_attention, schedule_decode
-from fxrl.kernels.decode_schedule import DecodeSchedule
+from fxrl.kernels.decode_attention import decode_attention
+from fxrl.kernels.decode_schedule import DecodeSchedule, DecodeWorkspace, schedule_decode
 from fxrl.kernels.sample import fused_sample
 
 COLUMNS = ("kernel", "variant", "rows", "length", "us", "floor_us", "of_copy", "error", "failure")

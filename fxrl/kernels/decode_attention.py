@@ -28,65 +28,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from fxrl.errors import FxrlError
 from fxrl.kernels.decode_schedule import (
     RECORD,
+    DecodeAttentionError,
     DecodeSchedule,
-    DecodeTuning,
-    default_tuning,
+    DecodeWorkspace,
     lanes_of,
-    make_schedule,
-    most_slots,
+    made_for,
+    schedule_decode,
 )
 from fxrl.kernels.jit import jit, jit_unspecialized, on_device
 
 _QUERIES = (torch.bfloat16, torch.float16)
-_INTERPRETED_PROCESSORS = 3  # on the CPU, where Triton's interpreter stands in for the device
-
-
-class DecodeAttentionError(FxrlError, ValueError):
-    """An argument of ``decode_attention`` does not fit; the message says which and the cure."""
-
-
-class DecodeWorkspace:
-    """Scratch of ``decode_attention``, which calls on one stream may share, of any CUDA graph.
-
-    ``arrived`` counts what is taken and finished; it is zero between calls, as the last one to
-    count resets it.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        tuning: DecodeTuning | None = None,
-    ) -> None:
-        """For batches of up to ``rows`` with these heads (fewer heads of less width fit too)."""
-        self.tuning = tuning or default_tuning(q_heads // kv_heads, head_dim, device)
-        processors = _INTERPRETED_PROCESSORS
-        if device.type == "cuda":
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.programs = processors * self.tuning.programs_per_sm
-        floats = self._floats(rows, q_heads, kv_heads, head_dim)
-        self.partial = torch.empty(floats, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(1 + rows * kv_heads, dtype=torch.int32, device=device)
-
-    def _floats(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> int:
-        slots = most_slots(rows, self.programs, kv_heads, q_heads // kv_heads, self.tuning)
-        width = int(triton.next_power_of_2(head_dim)) + 2  # accumulator, maximum and sum
-        return slots * q_heads * width
-
-    def check(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> None:
-        """DecodeAttentionError if a call of this size does not fit."""
-        fits = self._floats(rows, q_heads, kv_heads, head_dim) <= self.partial.numel()
-        if not fits or rows * kv_heads >= self.arrived.numel():
-            raise DecodeAttentionError(
-                f"{rows} rows of {q_heads} query and {kv_heads} KV heads of {head_dim} do not fit "
-                "the workspace: make it for the largest batch and head count"
-            )
 
 
 def decode_attention(
@@ -141,16 +94,15 @@ def decode_attention(
     if workspace is None:
         workspace = DecodeWorkspace(rows, q_heads, kv_heads, dim, q.device)
     workspace.check(rows, q_heads, kv_heads, dim)
-    made_for = _made_for(q, k_cache, block_table, seq_lens, window)
     if schedule is None:
         schedule = schedule_decode(
             q, k_cache, block_table, seq_lens, window=window, workspace=workspace
         )
-    elif schedule.made_for != made_for:
+    elif schedule.made_for != (here := made_for(q, k_cache, block_table, seq_lens, window)):
         raise DecodeAttentionError(
-            f"the schedule was made for {schedule.made_for}, this call is {made_for} (rows, KV "
-            "heads, query heads of each, block size, window, addresses of tables and lengths): "
-            "call schedule_decode for each kind of layer, once a step"
+            f"the schedule was made for {schedule.made_for}, this call is {here} (rows, KV heads, "
+            "query heads of each, block size, window, addresses of tables and lengths): call "
+            "schedule_decode for each kind of layer, once a step"
         )
     group, tuning = q_heads // kv_heads, workspace.tuning
     with on_device(q):
@@ -167,37 +119,6 @@ def decode_attention(
             early=tuning.early, num_warps=tuning.warps, launch_pdl=tuning.early,
         )  # fmt: skip
     return out
-
-
-def schedule_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    window: int = 0,
-    workspace: DecodeWorkspace,
-) -> DecodeSchedule:
-    """The work list of ``decode_attention`` with these arguments, of which only the shapes of ``q``
-    and ``k_cache`` count; up to three launches, no wait. It holds until lengths or tables change.
-    """
-    rows, q_heads, _ = q.shape
-    _, block_size, kv_heads, _ = k_cache.shape
-    return make_schedule(
-        block_table, seq_lens, rows, block_size,
-        _made_for(q, k_cache, block_table, seq_lens, window),
-        kv_heads=kv_heads, group=q_heads // kv_heads, window=window,
-        programs=workspace.programs, tuning=workspace.tuning,
-    )  # fmt: skip
-
-
-def _made_for(
-    q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, window: int
-) -> tuple[int, ...]:
-    rows, q_heads, _ = q.shape
-    _, block_size, kv_heads, _ = k_cache.shape
-    addresses = block_table.data_ptr(), seq_lens.data_ptr()
-    return rows, kv_heads, q_heads // kv_heads, block_size, window, *addresses
 
 
 def _check(

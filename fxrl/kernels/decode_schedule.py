@@ -12,9 +12,9 @@
 NOTE [Why the work list is made on the device]
 A CUDA graph freezes the grid, and lengths change at each replay. So a fixed number of programs
 works off a list that is made from the lengths: a split has all tiles over the number of programs,
-so that each gets one, or a fraction of that where there is much to do. That bounds the splits,
-whatever the lengths (``most_splits``): the scratch is fixed too. The list holds for all layers of a
-step, so none of its arithmetic is in a layer's attention.
+so that each gets one, or a fraction of that where there is much to do. That bounds the splits
+(``DecodeWorkspace.further_splits``), whatever the lengths: the scratch is fixed too. The list holds
+for all layers of a step, so none of its arithmetic is in a layer's attention.
 
 NOTE [Why blocks are compared, not their contents or hashes]
 Equal block numbers are equal memory: reading another sequence's is exact by construction, needs
@@ -32,13 +32,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fxrl.errors import FxrlError
 from fxrl.kernels.jit import jit, jit_unspecialized, on_device
 
 _WARP = 32
 """Fewer rows are padded to a warp, and one kernel serves them all: vLLM makes a CUDA graph for each
 of 1, 2, 4, 8, 16, 24 and 32, for which a compilation of its own took 1.6 s on an H200's host."""
+_INTERPRETED_PROCESSORS = 3  # on the CPU, where Triton's interpreter stands in for the device
 _COMPARED = 4096  # block numbers that a program of find_prefixes compares at a time
 RECORD = 8  # int32 of a split in ``DecodeSchedule.work``: five and padding, a sector of memory
+
+
+class DecodeAttentionError(FxrlError, ValueError):
+    """An argument of ``decode_attention`` does not fit; the message says which and the cure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +103,8 @@ def default_tuning(group: int, head_dim: int, device: torch.device) -> DecodeTun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeSchedule:
-    """The work list of a step, int32 on the device. ``made_for`` is what it fits (rows, KV heads,
-    query heads a KV head, window and the tables' address).
+    """The work list of a step, int32 on the device. ``made_for`` is what it fits: rows, KV
+    heads, query heads of each, block size, window, and where tables and lengths are.
 
     splits: ``[1]``, how many there are.
     work: ``[most splits, RECORD]``: the sequence whose block table is read, for how many it is read
@@ -115,37 +121,78 @@ class DecodeSchedule:
     slots: Tensor
 
 
-def most_splits(rows: int, programs: int, kv_heads: int, tuning: DecodeTuning) -> int:
-    """A bound for any lengths: one for each sequence and each set, and ``rounds`` a program."""
-    return rows + rows // 2 + -(-programs * tuning.rounds // kv_heads)
+class DecodeWorkspace:
+    """Scratch of ``decode_attention``, which calls on one stream may share, of any CUDA graph.
+
+    ``arrived`` counts what is taken and finished; it is zero between calls, as the last one to
+    count resets it.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        tuning: DecodeTuning | None = None,
+    ) -> None:
+        """For batches of up to ``rows`` with these heads (fewer heads of less width fit too)."""
+        self.tuning = tuning or default_tuning(q_heads // kv_heads, head_dim, device)
+        processors = _INTERPRETED_PROCESSORS
+        if device.type == "cuda":
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.programs = processors * self.tuning.programs_per_sm
+        floats = self._floats(rows, q_heads, kv_heads, head_dim)
+        self.partial = torch.empty(floats, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(1 + rows * kv_heads, dtype=torch.int32, device=device)
+
+    def further_splits(self, kv_heads: int) -> int:
+        """How many splits there may be beyond one for each sequence and set, whatever the lengths:
+        ``rounds`` for each program."""
+        return -(-self.programs * self.tuning.rounds // kv_heads)
+
+    def _floats(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> int:
+        # A sequence has one partial result of its own and one of its set, and a split makes one for
+        # each sequence that it is read for.
+        members = lanes_of(q_heads // kv_heads) // (q_heads // kv_heads)
+        slots = 2 * rows + members * self.further_splits(kv_heads)
+        width = int(triton.next_power_of_2(head_dim)) + 2  # accumulator, maximum and sum
+        return slots * q_heads * width
+
+    def check(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> None:
+        """DecodeAttentionError if a call of this size does not fit."""
+        fits = self._floats(rows, q_heads, kv_heads, head_dim) <= self.partial.numel()
+        if not fits or rows * kv_heads >= self.arrived.numel():
+            raise DecodeAttentionError(
+                f"{rows} rows of {q_heads} query and {kv_heads} KV heads of {head_dim} do not fit "
+                "the workspace: make it for the largest batch and head count"
+            )
 
 
-def most_slots(rows: int, programs: int, kv_heads: int, group: int, tuning: DecodeTuning) -> int:
-    """A bound of the partial results: a set's split makes one for each of its sequences."""
-    return 2 * rows + lanes_of(group) // group * -(-programs * tuning.rounds // kv_heads)
-
-
-def make_schedule(
+def schedule_decode(
+    q: Tensor,
+    k_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    rows: int,
-    block_size: int,
-    made_for: tuple[int, ...],
     *,
-    kv_heads: int,
-    group: int,
-    window: int,
-    programs: int,
-    tuning: DecodeTuning,
+    window: int = 0,
+    workspace: DecodeWorkspace,
 ) -> DecodeSchedule:
-    """The list for ``decode_attention`` with these arguments; up to three launches, no wait."""
+    """The work list of ``decode_attention`` with these arguments, of which only the shapes of ``q``
+    and ``k_cache`` count; up to three launches, no wait. It holds until lengths or tables change.
+    """
+    rows, q_heads, _ = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    group, tuning = q_heads // kv_heads, workspace.tuning
     members = lanes_of(group) // group
     share = members > 1 and rows > 1 and window == 0
     padded = max(_WARP, triton.next_power_of_2(rows))
     empty = partial(torch.empty, dtype=torch.int32, device=seq_lens.device)
     # Each is aligned, whatever ``rows`` is: Triton compiles anew for a pointer that is not. A
     # program reads the split behind the last one.
-    work, splits = empty(most_splits(rows, programs, kv_heads, tuning) + 1, RECORD), empty(1)
+    most = rows + rows // 2 + workspace.further_splits(kv_heads)
+    work, splits = empty(most + 1, RECORD), empty(1)
     roster, slots = empty(rows, members), empty(2, rows)
     depth, first, leader, shared, led = empty(5, padded)
     warps = min(8, max(1, padded // 64))
@@ -162,12 +209,23 @@ def make_schedule(
             )  # fmt: skip
         cut_work[(1,)](
             seq_lens, leader, shared, led, splits, work, slots, first, rows,
-            rows if share else 0, programs,
+            rows if share else 0, workspace.programs,
             tuning.min_tiles, tuning.slack, tuning.max_tiles, tuning.rounds,
             window=window, kv_heads=kv_heads, tile=tuning.tile,
             record=RECORD, rows_padded=padded, num_warps=warps,
         )  # fmt: skip
-    return DecodeSchedule(made_for, splits, work, roster, slots)
+    fits = made_for(q, k_cache, block_table, seq_lens, window)
+    return DecodeSchedule(fits, splits, work, roster, slots)
+
+
+def made_for(
+    q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, window: int
+) -> tuple[int, ...]:
+    """What a schedule fits; see ``DecodeSchedule``."""
+    rows, q_heads, _ = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    addresses = block_table.data_ptr(), seq_lens.data_ptr()
+    return rows, kv_heads, q_heads // kv_heads, block_size, window, *addresses
 
 
 @jit_unspecialized("rows")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fxrl.kernels.decode_attention import DecodeWorkspace, decode_attention, schedule_decode
-from fxrl.kernels.decode_schedule import DecodeTuning
+from fxrl.kernels.decode_attention import decode_attention
+from fxrl.kernels.decode_schedule import DecodeTuning, DecodeWorkspace, schedule_decode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import mend_interpreter

@@ -9,12 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from fxrl.kernels.decode_attention import (
-    DecodeAttentionError,
-    DecodeWorkspace,
-    decode_attention,
-)
-from fxrl.kernels.decode_schedule import DecodeTuning
+from fxrl.kernels.decode_attention import decode_attention
+from fxrl.kernels.decode_schedule import DecodeAttentionError, DecodeTuning, DecodeWorkspace
 
 sys.path.insert(0, str(Path(__file__).parent))
 import decode_cases as cases

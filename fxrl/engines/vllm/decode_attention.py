@@ -159,8 +159,7 @@ def make_backend(
         backend, impl, builder: what to derive from, vLLM's ``FlashAttentionBackend``,
             ``FlashAttentionImpl`` and ``FlashAttentionMetadataBuilder``.
         decode_graphs: ``AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE``.
-        decode, schedule: ``decode_attention`` and ``schedule_decode`` of
-            ``fxrl.kernels.decode_attention``.
+        decode, schedule: ``decode_attention`` and ``schedule_decode`` of ``fxrl.kernels``.
         make_workspace: of (query heads, KV heads, head dimension), for up to ``max_rows`` rows, on
             the device; called once for each such triple while the model is built. The layers alone
             hold what it returns (by weak references else), so that it goes when they go.

@@ -276,16 +276,17 @@ def _attention_backend(place: str, rows: int) -> type:
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends import flash_attn
 
-    from fxrl.kernels import decode_attention as kernel
+    from fxrl.kernels.decode_attention import decode_attention as decode
+    from fxrl.kernels.decode_schedule import DecodeWorkspace, schedule_decode
 
-    workspace = functools.partial(kernel.DecodeWorkspace, rows, device=torch.device("cuda"))
+    workspace = functools.partial(DecodeWorkspace, rows, device=torch.device("cuda"))
     made = decode_attention.make_backend(
         flash_attn.FlashAttentionBackend,
         flash_attn.FlashAttentionImpl,
         flash_attn.FlashAttentionMetadataBuilder,
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
-        kernel.decode_attention,
-        kernel.schedule_decode,
+        decode,
+        schedule_decode,
         workspace,
         max_rows=rows,
         name=place,
