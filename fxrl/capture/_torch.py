@@ -51,6 +51,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # un
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer  # what make_fx traces by
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, over the fake values as they are
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
