@@ -133,7 +133,7 @@ sized_slices = pytest.mark.skipif(
         (early, (7, 8)),
         pytest.param(entries, (4,), marks=pytest.mark.slow),
         pytest.param(rows, (7,), marks=pytest.mark.slow),
-        (kinds, (7,)),
+        pytest.param(kinds, (7,), marks=pytest.mark.slow),
         pytest.param(chunks, (7, 8), marks=[sized_slices, pytest.mark.slow]),
         (parts, (7,)),
     ],

@@ -75,7 +75,7 @@ ROUTER = loss_with(
         (dense, HIDDEN),
         pytest.param(dense, SELECTED, marks=pytest.mark.slow),
         (weighed, ATTENTION),
-        (experts, ROUTER),
+        pytest.param(experts, ROUTER, marks=pytest.mark.slow),  # as of checkpointed layers
     ],
 )
 def test_layers_whose_outputs_are_recorded(config, loss):
@@ -107,7 +107,7 @@ def gradients(model, loss):
 
 def test_hooks_that_record_nothing_now():
     """They stay from the first call that asked for something."""
-    model, loss = policy(experts()), loss_with(lambda found: 0)
+    model, loss = policy(dense()), loss_with(lambda found: 0)
     HIDDEN(model, ONE)
     step = optimized(model, loss)
     check(step, model, loss)

@@ -60,7 +60,8 @@ def test_where_everything_may_stay_products_are_kept():
     assert {choice.kept for choice in cuts(plan)} == {"products"}
     assert plan.peak_host_bytes == 0
     assert plan.peak_gpu_bytes == max(moment.bytes for moment in plan.timeline)
-    assert [m.phase for m in plan.timeline] == [*["forward"] * DEPTH, "head", *["backward"] * DEPTH, "end"]
+    turns = [*["forward"] * DEPTH, "head", *["backward"] * DEPTH, "end"]
+    assert [m.phase for m in plan.timeline] == turns
     assert plan.step_seconds > 0
     assert Plan.from_json(plan.to_json()) == plan
 
