@@ -7,7 +7,6 @@ A tracer of ops has those two do what they do anyway; those that have them do mo
 trace as before.
 """
 
-# mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,31 +14,31 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
-from torch.fx import _symbolic_trace
 
-from fxrl.capture._torch import PythonKeyTracer, swapped
+from fxrl.capture._torch import PythonKeyTracer, fx_tracer, swapped
+
+_new_patcher = fx_tracer._new_patcher
 
 
 def _trace(self: Any, *args: Any, **kwargs: Any) -> fx.Graph:
     if type(self) is not PythonKeyTracer:
         return fx.Tracer.trace(self, *args, **kwargs)
-    patcher = _symbolic_trace._new_patcher
-
-    @contextmanager
-    def patching() -> Iterator[Any]:
-        _symbolic_trace._new_patcher = patcher  # another tracer may run inside
-        with patcher() as made:
-            method = made.patch_method
-
-            def patch_method(owner: type, *args: Any, **kwargs: Any) -> None:
-                if owner is not nn.Module:
-                    method(owner, *args, **kwargs)
-
-            made.patch_method = patch_method  # type: ignore[assignment]
-            yield made
-
-    with swapped(_symbolic_trace, _new_patcher=patching):
+    with swapped(fx_tracer, _new_patcher=_of_all_but_modules):
         return fx.Tracer.trace(self, *args, **kwargs)
+
+
+@contextmanager
+def _of_all_but_modules() -> Iterator[Any]:
+    fx_tracer._new_patcher = _new_patcher  # another tracer may run inside
+    with _new_patcher() as patcher:
+        method = patcher.patch_method
+
+        def patch_method(owner: type, *args: Any, **kwargs: Any) -> None:
+            if owner is not nn.Module:
+                method(owner, *args, **kwargs)
+
+        patcher.patch_method = patch_method
+        yield patcher
 
 
 #: While a step is captured all traces are made so.
