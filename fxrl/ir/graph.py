@@ -121,8 +121,13 @@ def is_view(node: object) -> bool:
         return is_view(node.args[0])
     if not (isinstance(node, fx.Node) and isinstance(node.target, OpOverload)):
         return False
-    infos = [argument.alias_info for argument in node.target._schema.arguments]
-    return node.target is aten._unsafe_view.default or any(
+    return _looks_at_operand(node.target)
+
+
+@functools.cache  # a plan asks for the same ops' again and again
+def _looks_at_operand(target: Any) -> bool:
+    infos = [argument.alias_info for argument in target._schema.arguments]
+    return target is aten._unsafe_view.default or any(
         info is not None and not info.is_write for info in infos
     )
 

@@ -83,7 +83,7 @@ def test_both_forwards_are_rewritten(loss):
 
 
 def test_no_state_of_the_adapters_runs_the_graph_of_another():
-    model = adapted()
+    model = adapted(depth=1)
     model.add_adapter("two", peft.LoraConfig(**LORA), autocast_adapter_dtype=False)
     step = fxrl.optimize(model, policy_first, CONFIG)
     found = []

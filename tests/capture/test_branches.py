@@ -133,7 +133,7 @@ sized_slices = pytest.mark.skipif(
         (early, (7, 8)),
         pytest.param(entries, (4,), marks=pytest.mark.slow),
         pytest.param(rows, (7,), marks=pytest.mark.slow),
-        (kinds, (7,)),
+        pytest.param(kinds, (7,), marks=pytest.mark.slow),
         pytest.param(chunks, (7, 8), marks=[sized_slices, pytest.mark.slow]),
         (parts, (7,)),
     ],
@@ -168,7 +168,7 @@ def test_a_branch_of_each_row_loses_nothing():
     step = optimize(model, loss, CONFIG)
     good = torch.rand(8, 6, generator=torch.Generator().manual_seed(0)) > 0.5
     for row in good:
-        batch = {"ids": torch.randint(0, 11, (6, 5)), "good": row}
+        batch = fixed({"ids": torch.randint(0, 11, (6, 5)), "good": row})
         torch.testing.assert_close(step(batch), loss(model, batch), rtol=1e-12, atol=0)
     assert not step.report.of_kind("missed")
     assert captures(step) <= 4

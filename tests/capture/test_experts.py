@@ -177,6 +177,7 @@ CASES += [(kind, "attention") for kind in FROZEN]
 SELDOM = [(kind, "none") for kind in ("gpt-oss", "deepseek", "mixtral-loop", "where", "dense")]
 SELDOM += [("where", "attention"), ("unless-empty", "attention"), ("each-hit", "none")]
 SELDOM += [("unless-empty", "none"), ("deepseek", "experts"), ("qwen3", "attention")]
+SELDOM += [("where", "experts")]  # as unless-empty, without a branch
 
 
 @pytest.mark.parametrize("case", rows(CASES, SELDOM), ids="-".join)

@@ -17,7 +17,7 @@ SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=16,
     intermediate_size=24,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=4,
@@ -35,8 +35,8 @@ def weighed():
 def experts():
     return transformers.Qwen3MoeConfig(
         **SIZES,
-        num_experts=4,
-        num_experts_per_tok=2,
+        num_experts=2,
+        num_experts_per_tok=1,
         moe_intermediate_size=8,
         experts_implementation="eager",
     )
@@ -75,14 +75,14 @@ ROUTER = loss_with(
         (dense, HIDDEN),
         pytest.param(dense, SELECTED, marks=pytest.mark.slow),
         (weighed, ATTENTION),
-        (experts, ROUTER),
+        pytest.param(experts, ROUTER, marks=pytest.mark.slow),  # as of checkpointed layers
     ],
 )
 def test_layers_whose_outputs_are_recorded(config, loss):
     model = policy(config())
     step = optimized(model, loss)
     check(step, model, loss)
-    assert once(step) == "3 layers were captured as 1"
+    assert once(step) == "2 layers were captured as 1"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -94,7 +94,7 @@ def test_what_checkpointed_layers_record(reentrant):
     step = optimized(model, ROUTER)
     found, expected = (gradients(model, each) for each in (step, partial(ROUTER, model)))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-    assert once(step) == "3 layers were captured as 1"
+    assert once(step) == "2 layers were captured as 1"
     assert len(step.captures) == 1
 
 
@@ -107,11 +107,11 @@ def gradients(model, loss):
 
 def test_hooks_that_record_nothing_now():
     """They stay from the first call that asked for something."""
-    model, loss = policy(experts()), loss_with(lambda found: 0)
+    model, loss = policy(dense()), loss_with(lambda found: 0)
     HIDDEN(model, ONE)
     step = optimized(model, loss)
     check(step, model, loss)
-    assert once(step) == "3 layers were captured as 1"
+    assert once(step) == "2 layers were captured as 1"
 
 
 def test_hidden_states_of_parts():

@@ -136,10 +136,9 @@ def test_attention_whose_kernel_lays_out_its_result_otherwise(checkpointed: bool
     if checkpointed:
         model.gradient_checkpointing_enable()
     generator = torch.Generator().manual_seed(1)
-    batch = {
-        "input_ids": torch.randint(1, 64, (2, 7), generator=generator),
-        "decoder_input_ids": torch.randint(1, 64, (2, 5), generator=generator),
-    }
+    ids = {"input_ids": (2, 7), "decoder_input_ids": (2, 5)}
+    batch = {n: torch.randint(1, 64, size, generator=generator) for n, size in ids.items()}
+    fixed(batch)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         logps = torch.log_softmax(model(**batch, use_cache=False).logits[:, :-1], -1)

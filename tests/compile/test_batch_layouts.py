@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
 from fxrl import Config, optimize
+from tests.capture.mixer import fixed
 from tests.rows import rows
 
 transformers = pytest.importorskip("transformers")
@@ -431,7 +432,7 @@ def test_a_site_has_one_name_in_batches_of_one_row_and_of_several():
         return F.cross_entropy(model[1](hidden).mT, batch["ids"][:, 1:])
 
     def planned(rows, plan=None):
-        batch = {"ids": torch.randint(0, 40, (rows, 9))}
+        batch = fixed({"ids": torch.randint(0, 40, (rows, 9))})
         config = Config(min_saved_bytes=0, chunk_tokens=4, on_miss="error")
         step = optimize(model, loss_fn, config, plan=plan)
         torch.testing.assert_close(step(batch), loss_fn(model, batch))

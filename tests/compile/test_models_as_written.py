@@ -244,7 +244,7 @@ USES: list[tuple[Callable[..., Any], Callable[..., Tensor], tuple[Any, ...]]] = 
     (running_statistics, mean_logp, DRAWS),
     (weighed_adapter, mean_logp, ONE),
     # a graph that AOTAutograd takes, for its function, and a number that it wants written in
-    (own_activation, at_temperature, tuple(make_batch(temperature=t) for t in (0.7, 0.9))),
+    (own_activation, at_temperature, tuple(fixed(make_batch(temperature=t)) for t in (0.7, 0.9))),
     # half of two sequences is one, which only a guard tells
     (plain, pairs_in_two_forwards, (make_batch(4), make_batch(2))),
     (plain, pairs_joined, (make_batch(4), make_batch(6, 9, seed=2))),

@@ -21,6 +21,7 @@ from tests.planner.test_memory_profile import most_allocated
 
 PASSES = ("recompute", "offload", "tile-tokens", "group-heads")
 MiB = 2**20
+DEPTH = 4  # layers of the models here
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def config(**options):
 def wide_stack(device="cpu"):
     """Layers whose activations are what memory goes to."""
     with torch.device(device):
-        return make_stack(6, width=64, heads=4)
+        return make_stack(DEPTH, width=64, heads=4)
 
 
 def batch(tokens, rows=2, device="cpu"):
@@ -45,7 +46,7 @@ def batch(tokens, rows=2, device="cpu"):
 
 
 @functools.cache
-def planned(tokens=2048, **options):
+def planned(tokens=3072, **options):
     step = fxrl.optimize(wide_stack("meta"), square_loss, config(**options))
     return step.plan_for(batch(tokens))
 
@@ -59,7 +60,8 @@ def test_where_everything_may_stay_products_are_kept():
     assert {choice.kept for choice in cuts(plan)} == {"products"}
     assert plan.peak_host_bytes == 0
     assert plan.peak_gpu_bytes == max(moment.bytes for moment in plan.timeline)
-    assert [m.phase for m in plan.timeline] == [*["forward"] * 6, "head", *["backward"] * 6, "end"]
+    turns = [*["forward"] * DEPTH, "head", *["backward"] * DEPTH, "end"]
+    assert [m.phase for m in plan.timeline] == turns
     assert plan.step_seconds > 0
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -67,7 +69,7 @@ def test_where_everything_may_stay_products_are_kept():
 def test_a_budget_is_kept_and_more_of_it_is_never_slower():
     free = planned()
     seconds = []
-    for share in (0.75, 1.1):
+    for share in (0.6, 1.1):
         budget = int(share * free.peak_gpu_bytes)
         plan = planned(gpu_memory=budget)
         assert plan.peak_gpu_bytes <= budget
@@ -77,13 +79,13 @@ def test_a_budget_is_kept_and_more_of_it_is_never_slower():
 
 
 def test_heads_run_in_groups_only_where_nothing_else_fits():
-    free = planned(8192)
-    roomy, tight = (planned(8192, gpu_memory=int(s * free.peak_gpu_bytes)) for s in (0.5, 0.25))
+    free = planned(12288)
+    roomy, tight = (planned(12288, gpu_memory=int(s * free.peak_gpu_bytes)) for s in (0.5, 0.25))
     assert {choice.head_groups for choice in cuts(roomy)} == {0}
     assert 4 in {choice.head_groups for choice in cuts(tight)}, "each of the four heads by itself"
     assert tight.peak_gpu_bytes <= 0.25 * free.peak_gpu_bytes
     assert tight.step_seconds > roomy.step_seconds
-    smallest = {f"0:blocks.{i}": CutLayer("inputs", "host", tile_tokens=4096) for i in range(6)}
+    smallest = {f"0:blocks.{i}": CutLayer("inputs", "host", tile_tokens=6144) for i in range(DEPTH)}
     step = fxrl.optimize(
         wide_stack("meta"),
         square_loss,
@@ -91,7 +93,7 @@ def test_heads_run_in_groups_only_where_nothing_else_fits():
         plan=Plan(smallest),
     )
     with pytest.raises(PlanError, match="no plan fits"):
-        step.plan_for(batch(8192))
+        step.plan_for(batch(12288))
 
 
 def small_steps(device, **options):
@@ -104,13 +106,13 @@ def small_steps(device, **options):
 @pytest.mark.slow  # as when a batch is longer, below
 def test_small_layers_become_regions_where_no_plan_fits_them_op_by_op():
     model = wide_stack("meta")
-    free = fxrl.optimize(model, square_loss, small_steps("meta")).plan_for(batch(2048))
+    free = fxrl.optimize(model, square_loss, small_steps("meta")).plan_for(batch(3072))
     assert not cuts(free)
     step = fxrl.optimize(
         model, square_loss, small_steps("meta", gpu_memory=free.peak_gpu_bytes // 2)
     )
-    plan = step.plan_for(batch(2048))
-    assert len(cuts(plan)) == 6
+    plan = step.plan_for(batch(3072))
+    assert len(cuts(plan)) == DEPTH
     assert plan.peak_gpu_bytes <= free.peak_gpu_bytes // 2
 
 
@@ -121,7 +123,7 @@ def test_small_layers_become_regions_when_a_batch_is_longer():
     step = TrainStep(
         model, square_loss, given, backend=Backend(given, Plan(), always_rewritten=True)
     )
-    for tokens, count in ((32, 0), (48, 0), (1024, 6), (40, 6)):
+    for tokens, count in ((32, 0), (48, 0), (1536, DEPTH), (40, DEPTH)):
         ids = {"ids": torch.randint(0, 11, (2, tokens))}
         assert_matches_eager(step, square_loss, model, ids)
         assert len(cuts(step.plan)) == count, tokens
@@ -142,25 +144,26 @@ def two_forwards(model, batch):
 def test_what_a_first_forward_keeps_waits_beside_the_second():
     model, sizes = wide_stack("meta"), batch(1024) | {"other": batch(512)["ids"]}
     free = stepped(model, two_forwards, gpu_memory="1GiB").plan_for(sizes)
-    phases = [*["forward"] * 6, "between", *["forward"] * 6]
+    phases = [*["forward"] * DEPTH, "between", *["forward"] * DEPTH]
     back = [phase.replace("forward", "backward") for phase in reversed(phases)]
     assert [m.phase for m in free.timeline] == [*phases, "head", *back, "end"]
     numbers = [m.layer for m in free.timeline if m.phase != "between"]
-    assert numbers == [*range(6), *range(6), 6, *reversed(range(6)), *reversed(range(6)), 0]
+    there = [*range(DEPTH)]
+    assert numbers == [*there, *there, DEPTH, *reversed(there), *reversed(there), 0]
     kept = [m.parts["kept for the backward"] for m in free.timeline]
     half = kept[: len(phases) + 1]
     assert half == sorted(half)
-    long, short = half[5] - half[4], half[-1] - half[-2]
+    long, short = half[3] - half[2], half[-1] - half[-2]
     assert long == pytest.approx(2 * short, rel=0.01), "each forward by its own length"
     ends = [sum(m.parts.values()) for m in (free.timeline[0], free.timeline[-1])]
     assert max(ends) < free.peak_gpu_bytes
     # one choice for a layer in both, and whatever is on its way has room beside both
-    away = Plan({f"0:blocks.{i}": CutLayer("fewest", "host", "host") for i in range(6)})
+    away = Plan({f"0:blocks.{i}": CutLayer("fewest", "host", "host") for i in range(DEPTH)})
     budget = int(0.7 * free.peak_gpu_bytes)
     found = stepped(model, two_forwards, away, gpu_memory=budget).plan_for(sizes)
     assert found.peak_gpu_bytes <= budget
     assert found.peak_host_bytes > 0
-    assert [c.sending is not None for c in cuts(found)] == [True] * 6
+    assert [c.sending is not None for c in cuts(found)] == [True] * DEPTH
 
 
 @pytest.mark.parametrize(
@@ -226,7 +229,7 @@ def test_what_the_user_chose_stays():
     given = Plan({"0:blocks.2": CutLayer("inputs")})
     step = fxrl.optimize(wide_stack("meta"), square_loss, config(), plan=given)
     found = step.plan_for(batch(2048))
-    assert [c.kept for c in cuts(found)] == ["products"] * 2 + ["inputs"] + ["products"] * 3
+    assert [c.kept for c in cuts(found)] == ["products"] * 2 + ["inputs"] + ["products"]
     # also where it waits on the host; how long its copy may be on its way is the planner's
     given = Plan({"0:blocks.2": CutLayer("inputs", "host")})
     step = fxrl.optimize(wide_stack("meta"), square_loss, config(host_memory="16GiB"), plan=given)
@@ -243,26 +246,26 @@ def test_no_pass_that_does_not_run_is_asked_for_anything():
     free = planned()
     budget = int(0.75 * free.peak_gpu_bytes)
     named = {"passes": ("recompute", "tile-tokens"), "gpu_memory": budget}
-    found = stepped(wide_stack("meta"), **named).plan_for(batch(2048))
+    found = stepped(wide_stack("meta"), **named).plan_for(batch(3072))
     assert {(c.inputs_on, c.kept_on, c.head_groups) for c in cuts(found)} == {("gpu", "gpu", 0)}
     assert {c.kept for c in cuts(found)} != {"products"}
     named["passes"] = ("outline-layers",)
     with pytest.raises(PlanError, match="no plan fits"):
-        stepped(wide_stack("meta"), **named).plan_for(batch(2048))
+        stepped(wide_stack("meta"), **named).plan_for(batch(3072))
     named["gpu_memory"] = 2 * free.peak_gpu_bytes
     given = Plan({"0:blocks.2": CutLayer("inputs", "host", tile_tokens=64)})
-    found = stepped(wide_stack("meta"), plan=given, **named).plan_for(batch(2048))
+    found = stepped(wide_stack("meta"), plan=given, **named).plan_for(batch(3072))
     assert not cuts(found), "no pass cuts layers"
     assert found.peak_gpu_bytes == free.peak_gpu_bytes
 
 
 def test_the_longest_context_of_choices_that_are_given():
     """Their host memory grows with it, too."""
-    given = Plan({f"0:blocks.{i}": CutLayer("inputs", "host") for i in range(6)})
-    step = stepped(wide_stack("meta"), plan=given, host_memory="128MiB")  # a page of 16 for each
+    given = Plan({f"0:blocks.{i}": CutLayer("inputs", "host") for i in range(DEPTH)})
+    step = stepped(wide_stack("meta"), plan=given, host_memory="96MiB")  # a page of 16 for each
     longest = step.plan_for(batch(256)).max_context
     assert longest > 256
-    assert step.plan_for(batch(longest)).peak_host_bytes <= 128 * MiB
+    assert step.plan_for(batch(longest)).peak_host_bytes <= 96 * MiB
     with pytest.raises(PlanError, match="choices that are given"):
         step.plan_for(batch(int(1.05 * longest)))
 
@@ -270,7 +273,7 @@ def test_the_longest_context_of_choices_that_are_given():
 def test_a_step_runs_as_planned():
     torch.manual_seed(0)
     model = wide_stack()
-    ids = {"ids": torch.randint(0, 11, (2, 1024))}
+    ids = {"ids": torch.randint(0, 11, (2, 1536))}
     peak = fxrl.optimize(model, square_loss, config()).plan_for(ids).peak_gpu_bytes
     step = fxrl.optimize(model, square_loss, config(gpu_memory=int(0.7 * peak)))
     assert_matches_eager(step, square_loss, model, ids, tol=1e-10)
@@ -285,7 +288,7 @@ def test_a_step_runs_as_planned():
 def test_a_longer_batch_gets_a_plan_of_its_own():
     torch.manual_seed(0)
     model = wide_stack()
-    short, long = ({"ids": torch.randint(0, 11, (2, tokens))} for tokens in (64, 512))
+    short, long = ({"ids": torch.randint(0, 11, (2, tokens))} for tokens in (64, 768))
     step = fxrl.optimize(model, square_loss, config())
     budget = int(0.8 * step.plan_for(long).peak_gpu_bytes)
     step = fxrl.optimize(model, square_loss, config(gpu_memory=budget))
@@ -297,7 +300,7 @@ def test_a_longer_batch_gets_a_plan_of_its_own():
         assert {choice.kept for choice in cuts(step.plan)} != {"products"}
     told = [r.reason for r in step.report.remarks if r.pass_name == "plan"]
     assert len(told) == 1
-    assert "512" in told[0]
+    assert "768" in told[0]
     with pytest.raises(PlanError, match="no plan fits gpu_memory"):
         step({"ids": torch.randint(0, 11, (2, 2**16))})
     assert_matches_eager(step, square_loss, model, long, tol=1e-10)
@@ -371,7 +374,7 @@ SLOW_ATTENTION = replace(
 def wide_weights():
     """Layers whose weights are what memory goes to."""
     torch.manual_seed(0)
-    return make_stack(6, width=128, heads=4)
+    return make_stack(DEPTH, width=128, heads=4)
 
 
 def of_micro_batches(step, model, ids, count):

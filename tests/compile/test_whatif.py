@@ -20,15 +20,15 @@ GiB = 2**30
 
 @functools.cache
 def asked(change=None):
-    """Two rows of 2048 tokens; whatever is asked, this is traced once."""
+    """Two rows of 3072 tokens; whatever is asked, this is traced once."""
     torch._dynamo.reset()
     with torch.device("meta"):
-        model = make_stack(6, block=GatedBlock, width=64, heads=4, wide=256)
+        model = make_stack(4, block=GatedBlock, width=64, heads=4, wide=256)
         if change is not None:
             change(model)
     passes = ("recompute", "offload", "tile-tokens", "group-heads")
     config = fxrl.Config(passes=passes, compile_regions=False, host_memory="1GiB")
-    batch = {"ids": torch.zeros(2, 2048, dtype=torch.long)}
+    batch = {"ids": torch.zeros(2, 3072, dtype=torch.long)}
     captures = explained(model, square_loss, batch, config, planned=True)[1]
     return WhatIf.of(captures, Plan())
 
@@ -92,7 +92,7 @@ def test_nothing_fits():
 def test_the_frontier_is_what_fits_and_no_more():
     tight, budget = with_budget(0.8)
     fits = list(tight.fits())
-    assert {fit.tokens for fit in fits} >= {2048}
+    assert {fit.tokens for fit in fits} >= {3072}
     assert any(fit.rows == 1 for fit in fits)
     for fit in fits:
         at = functools.partial(tight.step.at, tokens=fit.tokens)

@@ -12,6 +12,7 @@ import fxrl
 from fxrl.ir.graph_pass import Applied, Pass, Site, Stage
 from fxrl.ir.remark import RemarkKind
 from fxrl.passes import REGISTRY
+from tests.capture.mixer import fixed
 from tests.inspect.planted import plant_wrong_lowering
 
 CONFIG = {"min_saved_bytes": 0, "chunk_tokens": 4, "compile_regions": False}
@@ -66,7 +67,7 @@ def setup():
     torch.manual_seed(0)
     model = Policy().double()
     batch = {"ids": torch.randint(0, 48, (3, 7)), "adv": torch.randn(3, dtype=torch.float64)}
-    return model, batch
+    return model, fixed(batch)
 
 
 def test_a_right_step_passes(setup):

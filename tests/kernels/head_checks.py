@@ -108,10 +108,10 @@ def grad_scaler(device):
 
 def repeatable(device):
     """Scoring is training to the last bit, whatever is asked beside; a second run is the first."""
-    some = torch.arange(4, device=device) % 3 > 0
+    some = torch.arange(2, device=device) > 0
     for dtype, mask in ((torch.float32, some), (torch.bfloat16, None), (torch.float16, some)):
-        hidden, weight, target = random_head(4, 40, 8, dtype=dtype, device=device)
-        check_same_bits(hidden, weight, target, row_mask=mask, softcap=9.0, chunk_tokens=3)
+        hidden, weight, target = random_head(2, 40, 8, dtype=dtype, device=device)
+        check_same_bits(hidden, weight, target, row_mask=mask, softcap=9.0, chunk_tokens=1)
 
 
 def check_same_bits(hidden, weight, target, **options):
