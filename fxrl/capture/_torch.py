@@ -51,7 +51,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # un
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor  # a tensor whose writes are noted
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer  # what make_fx traces by
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, over the fake values as they are
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
@@ -71,7 +70,6 @@ cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
 COMPILES = torch._dynamo.convert_frame.__name__  # the module that every compilation runs through
 dynamo_config: Any = torch._dynamo.config
-fx_tracer: Any = torch.fx._symbolic_trace  # the module whose _new_patcher a trace takes what it replaces by
 as_written = torch._dynamo.eval_frame.innermost_fn  # a function without what torch.compile put around it
 reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled of a function, which Dynamo keeps for ever
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fxrl.capture import quick_fakes, quick_traces
+from fxrl.capture import quick_fakes
 from fxrl.capture._dynamo import caches, counters, data, effects, ends, kept, later, objects
 from fxrl.capture._torch import dynamo_settings, sizes_from_data
 from fxrl.capture.branches import Branches
@@ -46,7 +46,6 @@ _REPLACED = [
     *caches.REPLACED,
     *counters.REPLACED,
     *quick_fakes.REPLACED,
-    *quick_traces.REPLACED,
 ]
 
 
