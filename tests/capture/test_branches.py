@@ -152,16 +152,25 @@ def test_a_branch_that_turns_at_each_call_ends_the_graph_there():
     assert "data-dependent branching" in told.reason
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        return torch.tanh(self.mix(hidden))
+
+
 class Layered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(self, ids):
         hidden = self.embed(ids)
         for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
+            hidden = layer(hidden)
         return self.head(hidden)
 
 
