@@ -560,13 +560,15 @@ class Variation:
 
     Attributes:
         written: where the step's graphs write numbers: objects' sources, and names or keys.
-        lengths: how long the lists were, by their sources, that its graphs read.
+        lengths: how long the lists were, or of which ints, by their sources, that its graphs read.
+        found: what bools and texts of the batch its graphs read, and where; by the list, or place.
     """
 
     def __init__(self) -> None:
         self._seen: Any = defaultdict(pgo.CodeState)
         self.written: set[tuple[str, Any]] = set()
-        self.lengths: defaultdict[str, set[int]] = defaultdict(set)
+        self.lengths: defaultdict[str, set[Any]] = defaultdict(set)
+        self.found: defaultdict[str, set[tuple[str, Any]]] = defaultdict(set)
 
     @contextmanager
     def accounted(self) -> Iterator[None]:
@@ -578,5 +580,7 @@ class Variation:
                 variations.pop()
 
 
+#: The name of the function that is captured, which calls the loss.
+STEP = "loss_step"
 #: Of the steps that run, the innermost last.
 variations: list[Variation] = []

@@ -25,6 +25,7 @@ from types import CodeType
 import torch
 from torch import fx
 
+from fxrl.capture import repeated
 from fxrl.capture.checks import check, counted_rounds, counted_rows
 from fxrl.ir.bodies import modules_of
 
@@ -52,6 +53,7 @@ class Branches:
         self._counts: dict[Place, int] = {}
         self._turns: Counter[Site | Place] = Counter()
         self._passed: Counter[Place] = Counter()
+        self._of_layers: set[Place] = set()  # that were captured once, which may go their own ways
         self._trace: Callable[[], object] = lambda: None
         self._off = False
 
@@ -88,7 +90,9 @@ class Branches:
             return None
         if site not in self._likely:
             self._likely[site] = self._counts.get(place, int(likely))
-            self.met.append(where())
+            self.met.append(stack := where())
+            if any(frame.filename == repeated.__file__ for frame in stack):
+                self._of_layers.add(place)
         return [*self._likely].index(site), self._taken.get(site, self._likely[site])
 
     def turn(self, number: int, count: int | None) -> None:
@@ -102,6 +106,19 @@ class Branches:
         if found == likely:
             del self._taken[site]
         self._turns.update([site, site[0]])
+
+    def learn(self, other: Branches) -> None:
+        """What another way to capture has found of the loss's branches, which this one would find
+        by a capture each. Numbers stay as they are."""
+        known = {
+            site: likely
+            for site, likely in other._likely.items()
+            if site not in self._likely and site[0] not in other._of_layers
+        }
+        self._likely |= known
+        self._taken |= {site: other._taken[site] for site in known if site in other._taken}
+        for site in known:
+            self._turns |= Counter({one: other._turns[one] for one in (site, site[0])})
 
     def _is_left(self, site: Site) -> bool:
         return self._turns[site] > _TURNS or self._turns[site[0]] > _ALL_TURNS

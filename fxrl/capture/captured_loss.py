@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fxrl.capture._dynamo import plain_python_is_traced
 from fxrl.capture._torch import (
     COMPILES,
+    STEP,
     GuardOnDataDependentSymNode,
     TorchDynamoException,
     Variation,
@@ -164,7 +165,7 @@ class CapturedLoss:
                     way = first = self._first_way(batch)
                     continue
                 failure = failed.error
-                way = _next(way, failure)
+                way = self._next_way(way, failure)
             except CannotBeginAnewError:
                 for branches in self._branches[way:]:
                     branches.leave()
@@ -201,6 +202,13 @@ class CapturedLoss:
         self._repeated.refresh()
         # Nothing breaks in one graph, nor are hooks installed that only its failure tells of.
         return _LAYERS_ONCE if self._repeated or self._may_install else _WHOLE
+
+    def _next_way(self, way: int, failure: Exception) -> int:
+        """The way to try where one has failed."""
+        if (way == _WHOLE and not _decided_by_data(failure)) or way == _IN_PARTS:
+            return _AS_WRITTEN
+        self._branches[way + 1].learn(self._branches[way])
+        return way + 1
 
     @cached_property
     def _may_install(self) -> bool:
@@ -376,13 +384,6 @@ def _while_compiling(error: Exception) -> bool:
     return known or any(frame.f_globals.get("__name__") == COMPILES for frame, _ in frames)
 
 
-def _next(way: int, failure: Exception) -> int:
-    """The way to try where one has failed."""
-    if way == _LAYERS_ONCE:
-        return _WHOLE
-    return _IN_PARTS if way == _WHOLE and _decided_by_data(failure) else _AS_WRITTEN
-
-
 def _decided_by_data(error: Exception) -> bool:
     text = str(error).lower()
     counted = "data-dependent" in text or "unbacked symbol" in text  # a count that a body keeps
@@ -411,5 +412,5 @@ def _fresh(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Any], Any
     def loss_step(batch: Any) -> Any:
         return loss_fn(model, batch)
 
-    code = loss_step.__code__.replace(co_name="loss_step")
-    return types.FunctionType(code, loss_step.__globals__, "loss_step", None, loss_step.__closure__)
+    code = loss_step.__code__.replace(co_name=STEP)
+    return types.FunctionType(code, loss_step.__globals__, STEP, None, loss_step.__closure__)

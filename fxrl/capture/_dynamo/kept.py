@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dis
 import operator
+import re
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch._dynamo.exc import unimplemented  # ends the graph
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, GlobalSource
+from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource
 from torch._dynamo.variables import (
     CellVariable,
     ConstantVariable,
@@ -37,7 +38,7 @@ from fxrl.capture._dynamo.counters import counted, place_of_source
 from fxrl.capture._dynamo.frames import in_body
 from fxrl.capture._dynamo.guarding import guard_by
 from fxrl.capture._dynamo.later import Later
-from fxrl.capture._torch import variations
+from fxrl.capture._torch import STEP, variations
 
 _TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
 _load = _TRANSLATOR._load_attr
@@ -46,7 +47,16 @@ _call_builtin = BuiltinVariable.call_function
 _LISTS = (list, deque)
 _GROW = ("append", "extend", "insert", "appendleft", "extendleft")
 _LENGTHS = 3  # one that a step clears and fills has two or three
-_EVER_LONGER = "the loss reads a list that was as long as now in no step before"
+_INDICES = 12  # where sizes vary, those that differ in length are captured a few times each
+_CHANGES = 3  # eight combinations of bools
+_TOLD = (bool, str, type(None))
+_HOLDS = (Mapping, list, tuple, *_TOLD)
+_PLACE = re.compile(r"\[\d+\]")
+_TOLD_BY_ROW = (
+    "Python decides by what the batch says of each row, which is another at each step; torch.where "
+    "of a bool tensor is captured once"
+)
+_EVER_LONGER = "the loss reads a list that was as long, or of these numbers, in no step before"
 PRINTED = (TensorVariable, SymNodeVariable, SizeVariable, ConstantVariable, StringFormatVariable)
 """Values that code behind the graph can be given as they are."""
 
@@ -197,10 +207,10 @@ def _built(self: Any, value: Any) -> Any:
     if (number := counted(self, value)) is not None:
         return number
     is_traced = hasattr(self.tx.output, "is_traced")
-    if type(value) in _LISTS and _is_ever_longer(self.source, value):
+    if (why := _ever_another(self.tx.output.root_tx, self.source, value)) is not None:
         if is_traced:
-            return VariableTracker(source=self.source)  # code behind the graph is handed the list
-        unimplemented(gb_type="a list that grows", context="", explanation=_EVER_LONGER, hints=[])
+            return VariableTracker(source=self.source)  # code behind the graph is handed it
+        unimplemented(gb_type="left to Python", context="", explanation=why, hints=[])
     built = _wrap(self, value)
     if type(value) not in _LISTS or is_traced:
         return built
@@ -216,14 +226,49 @@ def _built(self: Any, value: Any) -> Any:
     return built
 
 
-def _is_ever_longer(source: Any, value: Any) -> bool:
-    """Whether a list that is no batch's had another length in each capture so far. Captured as long
-    as it is, it would be at each step; where the graph ends instead, Python reads it."""
-    if not variations or source.name.startswith("L['batch']"):
-        return False
-    lengths = variations[-1].lengths[source.name]
-    lengths.add(len(value))
-    return len(lengths) > _LENGTHS
+def _ever_another(root: Any, source: Any, value: Any) -> str | None:
+    """Why a value is not captured as it is: it would be at each step. Where the graph ends instead,
+    Python reads it.
+
+    Such are a list that is no batch's and had another length in each capture so far, and what a
+    batch says of each row otherwise than in tensors: a list of bools, or texts.
+    """
+    if not variations or root is None:
+        return None
+    if type(value) in _TOLD:
+        told = _is_told(root, source) and _is_other_each_time(source, value)
+        return _TOLD_BY_ROW if told else None
+    if type(value) not in _LISTS or source.name.startswith("L['batch']"):
+        return None
+    known = variations[-1].lengths[source.name]
+    known.add(len(value))
+    if not _is_first(root) and all(type(one) is int for one in value):
+        known.add(tuple(value))  # such as the rows that Python found, of which an index is made
+    lengths = sum(type(one) is int for one in known)
+    many = lengths > _LENGTHS or len(known) - lengths > _INDICES
+    return _EVER_LONGER if many else None
+
+
+def _is_told(root: Any, source: Any) -> bool:
+    """Whether it is of the batch; behind a break, of any mapping or sequence there."""
+    base = source.get_base() if isinstance(source, ChainedSource) else source
+    local = getattr(base, "local_name", None)
+    return local == "batch" or (
+        not _is_first(root) and isinstance(root.f_locals.get(local), _HOLDS)
+    )
+
+
+def _is_first(root: Any) -> bool:
+    """Whether the trace began with the step's own function, and not behind a break."""
+    return bool(root.f_code.co_name == STEP)
+
+
+def _is_other_each_time(source: Any, value: Any) -> bool:
+    """Whether the rows of a batch have had more values than one each, in the captures so far, in
+    so many places that all of their combinations would be captures."""
+    found = variations[-1].found[_PLACE.sub("[]", source.name)]
+    found.add((source.name, value))
+    return len(found) - len({place for place, _ in found}) > _CHANGES
 
 
 def forget_bounds(effects: Any) -> None:
