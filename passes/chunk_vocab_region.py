@@ -79,7 +79,8 @@ class HeadPass(Pass[H]):
         if site.saved_bytes >= self.min_saved_bytes:
             return TileHead(self.name, self.tile_tokens)
         least = f"min_saved_bytes={format_bytes(self.min_saved_bytes)}"
-        return Keep(f"it would save {format_bytes(site.saved_bytes)}, below {least}")
+        reason = f"it would save {format_bytes(site.saved_bytes)}, below {least}"
+        return Keep(reason, cure="pass fxrl.Config(min_saved_bytes=0) to have it anyway")
 
     @final
     def rewrite(self, gm: fx.GraphModule, site: H, choice: Choice) -> Applied:

@@ -28,7 +28,7 @@ from fxrl.ir.build import Builder
 from fxrl.ir.graph import RESHAPES, equal_shapes, hint, is_call, is_tensor, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
-from fxrl.ir.site import name_after
+from fxrl.ir.site import name_instead
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
@@ -118,7 +118,7 @@ def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) ->
         weight = builder.call(aten.squeeze.dim, weight, 0)
     flat = builder.call(aten.reshape.default, rows, [-1, sizes.arg(shape_of(rows)[2])])
     product = builder.call(aten.mm.default, flat, weight)
-    name_after(product, node)
+    name_instead(product, node)
     product = builder.call(aten.reshape.default, product, target)
     return builder.call(aten.add.Tensor, product, bias[0]) if bias else product
 

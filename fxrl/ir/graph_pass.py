@@ -201,7 +201,7 @@ class Pass(ABC, Generic[S]):
             ran.choices[name] = chosen if self.shares_choice else choice
         if isinstance(choice, Keep):
             kind = self.missed if choice.missed else RemarkKind.ANALYSIS
-            return self._remark(kind, found.anchor, name, choice.reason)
+            return self._remark(kind, found.anchor, name, choice.reason, choice.cure)
         try:
             did = self.rewrite(gm, found, choice)
         except Refusal as refusal:

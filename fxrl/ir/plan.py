@@ -27,6 +27,7 @@ class Keep:
 
     reason: str  # why, as the report says it
     missed: bool = True  # the report counts it as missed; otherwise as a fact
+    cure: str = ""  # what to do to have it rewritten anyway
 
 
 @dataclass(frozen=True, slots=True)

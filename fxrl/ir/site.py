@@ -22,7 +22,6 @@ from fxrl.ir.bodies import graphs_of
 from fxrl.ir.graph import reached
 
 _KEY = "site"
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 # An instance's own forward, as accelerate, TRL and layers captured once have: it holds the module.
 _OWN_FORWARD = re.compile(r"\.forward(\.__func__)?\.__closure__\..*?\.__self__")
 # What stands for a method of PEFT (capture/adapters.py) holds modules by their paths.
@@ -108,10 +107,15 @@ def rename_site(node: fx.Node, path: str, own: str) -> None:
     node.meta["nn_module_stack"] = stack
 
 
-def name_after(node: fx.Node, replaced: fx.Node) -> None:
-    """Give what stands for a call its name: a head has the same one whatever op it was."""
-    if _KEY in replaced.meta:
-        node.meta[_KEY] = replaced.meta[_KEY]
+def name_instead(node: fx.Node, replaced: fx.Node) -> None:
+    """Name what a pass writes in place of a call as if the program had called that, of the same
+    module: a head that is one product in some batches has one name in all of them."""
+    path, _, name = replaced.meta.get(_KEY, "").rpartition("/")
+    if not path:
+        return
+    wanted = f"{path}/{_bare_name(node)}{''.join(name.partition('#')[1:])}"
+    if all(other.meta.get(_KEY) != wanted for other in node.graph.nodes):
+        node.meta[_KEY] = wanted
 
 
 def names_module(pattern: str, path: str) -> bool:
@@ -130,10 +134,10 @@ def site_name(node: fx.Node) -> str:
 
 
 def _bare_name(node: fx.Node) -> str:
-    """``mm`` of ``aten.mm.default``, and of a product in any form: which of them one Linear becomes
-    depends on its bias, on the rows of the batch and on whether its weight is frozen."""
+    """``mm`` of ``aten.mm.default``, and of ``addmm``: which of them a Linear with a bias becomes
+    depends on the rows of the batch."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return str(getattr(node.target, "__name__", node.target))
     name = str(schema.name).rpartition("::")[2]
-    return "mm" if name in _PRODUCTS else name
+    return "mm" if name == "addmm" else name

@@ -421,11 +421,13 @@ def evaluated(model, batch, run):
     return {"loss": loss.detach()} | metrics | gradients
 
 
-def test_a_site_has_one_name_in_batches_of_one_row_and_of_several():
-    """A head that is a batched product of several rows is a plain one of a single row; the plan of
-    either is obeyed for both."""
-    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40, bias=False)).double()
-    model[1].requires_grad_(False)  # PyTorch folds rows into one product itself if it is trained
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_site_has_one_name_in_batches_of_one_row_and_of_several(bias, frozen):
+    """A head that is a batched product of several rows is a plain one of a single row, which adds
+    its bias itself; the plan of either is obeyed for both."""
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40, bias=bias)).double()
+    model[1].requires_grad_(not frozen)  # PyTorch folds rows into one product if it is trained
 
     def loss_fn(model, batch):
         hidden = model[0](batch["ids"])[:, :-1]

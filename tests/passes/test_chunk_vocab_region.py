@@ -226,7 +226,7 @@ def test_below_min_saved_bytes():
     report = ChunkVocabRegion(min_saved_bytes=1 << 20).run(gm)
     assert_expected_inline(
         plain(report),
-        """missed: chunk-vocab-region @ 0:loss/mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB""",
+        """missed: chunk-vocab-region @ 0:loss/mm: it would save 4.5 KiB, below min_saved_bytes=1 MiB; pass fxrl.Config(min_saved_bytes=0) to have it anyway""",
     )
     assert print_graph(gm) == before
 

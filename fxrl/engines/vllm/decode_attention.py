@@ -90,10 +90,12 @@ def most_rows(place: str, current: Callable[[], Any]) -> int:
     Args:
         current: vLLM's ``get_current_vllm_config``, of the engine that is being built.
     """
+    if place == "FLASH_ATTN":  # vLLM asks for its class outside of any config, too
+        return AUTO_ROWS
     config = current()
     graphs = config.compilation_config.cudagraph_capture_sizes or ()
     rows: int = max((config.scheduler_config.max_num_seqs, *graphs))
-    return min(rows, AUTO_ROWS) if place == "FLASH_ATTN" else rows
+    return rows
 
 
 @contextmanager

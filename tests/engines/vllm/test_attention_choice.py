@@ -123,7 +123,7 @@ def place_on_cpu(monkeypatch):
             cpu_attn.CPUAttentionMetadataBuilder,
         )
         graphs = cpu_attn.CPUAttentionMetadataBuilder._cudagraph_support
-        made = make_backend(*classes, graphs, None, Scratch, max_rows=rows, name=place)
+        made = make_backend(*classes, graphs, None, None, Scratch, max_rows=rows, name=place)
         made.__module__, made.__qualname__ = door.__name__, f"Decode{place}"
         return made
 
