@@ -50,9 +50,12 @@ def choose(monkeypatch):
     def flash(*args, **kwargs):
         return AttentionBackendEnum.FLASH_ATTN.get_path()
 
-    kernels = types.ModuleType("fxrl.kernels.decode_attention")
-    kernels.DecodeWorkspace, kernels.decode_attention = Scratch, None
-    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    attention = types.ModuleType("fxrl.kernels.decode_attention")
+    attention.decode_attention = None
+    schedule = types.ModuleType("fxrl.kernels.decode_schedule")
+    schedule.DecodeWorkspace, schedule.schedule_decode = Scratch, None
+    for stand_in in (attention, schedule):
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", flash)
     cached = selector._cached_get_attn_backend
     cached.cache_clear()
