@@ -35,6 +35,7 @@ from fxrl.kernels.decode_schedule import (
     DecodeWorkspace,
     lanes_of,
     made_for,
+    members_of,
     schedule_decode,
 )
 from fxrl.kernels.jit import jit, jit_unspecialized, on_device
@@ -113,7 +114,7 @@ def decode_attention(
             q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
             block_table.stride(0), out.stride(0), out.stride(1),
             softcap=float(softcap), kv_heads=kv_heads, group=group,
-            lanes=lanes_of(group), members=lanes_of(group) // group, head_dim=dim,
+            lanes=lanes_of(group), members=members_of(group), head_dim=dim,
             dim_padded=max(16, triton.next_power_of_2(dim)), block_size=block_size,
             tile=tuning.tile, record=RECORD, stages=tuning.stages,
             early=tuning.early, num_warps=tuning.warps, launch_pdl=tuning.early,

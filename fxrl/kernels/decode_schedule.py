@@ -79,6 +79,11 @@ def lanes_of(group: int) -> int:
     return max(16, int(triton.next_power_of_2(group)))
 
 
+def members_of(group: int) -> int:
+    """Most sequences of a set: as many as have lanes for all their heads."""
+    return lanes_of(group) // group
+
+
 def default_tuning(group: int, head_dim: int, device: torch.device) -> DecodeTuning:
     """What measured best on an H200 for 2 query heads a KV head of 128; others scale its registers.
 
@@ -155,8 +160,7 @@ class DecodeWorkspace:
     def _floats(self, rows: int, q_heads: int, kv_heads: int, head_dim: int) -> int:
         # A sequence has one partial result of its own and one of its set, and a split makes one for
         # each sequence that it is read for.
-        members = lanes_of(q_heads // kv_heads) // (q_heads // kv_heads)
-        slots = 2 * rows + members * self.further_splits(kv_heads)
+        slots = 2 * rows + members_of(q_heads // kv_heads) * self.further_splits(kv_heads)
         width = int(triton.next_power_of_2(head_dim)) + 2  # accumulator, maximum and sum
         return slots * q_heads * width
 
@@ -185,7 +189,7 @@ def schedule_decode(
     rows, q_heads, _ = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, tuning = q_heads // kv_heads, workspace.tuning
-    members = lanes_of(group) // group
+    members = members_of(group)
     share = members > 1 and rows > 1 and window == 0
     padded = max(_WARP, triton.next_power_of_2(rows))
     empty = partial(torch.empty, dtype=torch.int32, device=seq_lens.device)
