@@ -27,10 +27,12 @@ from fxrl.engines.vllm.build import (
     forget_graph_pool,
     set_environment,
 )
+from fxrl.engines.vllm.decode_steps import DecodeSteps, serves
 from fxrl.engines.vllm.handle import VllmSymbols
 from fxrl.engines.vllm.options import VllmOptions
 from fxrl.engines.vllm.sampler import FastSampler
 from fxrl.engines.vllm.standby import KV_TAG, Way, map_tag, unmap_tag
+from fxrl.errors import TESTED
 
 BACKEND = "fxrl_kv_only"
 WORKER = f"{__name__}.Worker"
@@ -242,6 +244,22 @@ def use_fused_sampler(runner: Any) -> None:
     if isinstance(getattr(runner, "sampler", None), Sampler):
         parts = (SamplerOutput, LogprobsTensors, count, SamplingParams())
         runner.sampler = FastSampler(runner.sampler, fused_sample, *parts, runner.device)
+
+
+def decode_steps(scheduler: Any) -> DecodeSteps:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    return DecodeSteps(scheduler, EngineCoreOutput, EngineCoreOutputs, RequestStatus.RUNNING)
+
+
+def use_decode_steps(symbols: VllmSymbols, llm: Any) -> None:
+    """Puts fxrl's scheduling of decode steps before vLLM's, where this version's is known and its
+    scheduler is in this process."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    version = str(symbols.module.__version__).partition("+")[0]
+    if core is not None and version in TESTED["vllm"] and serves(core.scheduler):
+        decode_steps(core.scheduler).install()
 
 
 def attention(options: VllmOptions, device: str) -> AbstractContextManager[None]:

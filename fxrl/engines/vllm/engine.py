@@ -101,6 +101,8 @@ class VllmEngine:
         built.append(self._handle)
         if self.options.fused_sampler and on_gpu and ranks == 1:
             door.use_fused_sampler(self._handle.worker.model_runner)
+        if self.options.decode_steps:
+            door.use_decode_steps(symbols, llm)
         self.ledger.loaded()
         self.timings: dict[str, float] = {}
         self.weight_sync = WeightSync(self._handle, self.timings)
@@ -151,7 +153,7 @@ class VllmEngine:
                 run_requests(
                     self._handle.engine,
                     list(requests.values()),
-                    finished=lambda at, output: gather(numbers[at], output),
+                    finished=lambda drawn: gather(numbers[drawn.index], drawn),
                     tag=f"{self._calls}-",
                     lora_request=self._handle.lora_request if by_slots else None,
                     timeout_s=self.options.generate_timeout_s,

@@ -96,6 +96,8 @@ class VllmOptions(Options):
         fused_sampler: tokens and their log-probabilities come from fxrl's one-pass kernel where
             temperature alone shapes the distribution (vLLM's V2 runner on a GPU, one rank); other
             requests and settings take vLLM's own sampler.
+        decode_steps: steps in which each running sequence takes one token are scheduled by fxrl, as
+            vLLM would, in a third of the time (with the vLLM versions that fxrl was tested with).
         decode_attention: steps of one new token a sequence run through fxrl's kernel instead of
             vLLM's FlashAttention: with ``"auto"`` where that was measured to be faster (Hopper, up
             to 128 sequences, ``max_model_len`` up to 4096), with ``"fxrl"`` always, with ``"vllm"``
@@ -136,6 +138,7 @@ class VllmOptions(Options):
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     fused_sampler: bool = True
+    decode_steps: bool = True
     decode_attention: Literal["auto", "vllm", "fxrl"] = "auto"
     attention_config: Mapping[str, Any] | None = None
     compilation_config: Mapping[str, Any] | int | None = None

@@ -12,9 +12,11 @@ from fxrl.engines import SamplingParams, VllmEngine, VllmOptions
 from fxrl.engines.ledger import TOLERANCE
 from fxrl.engines.vllm import door
 from fxrl.engines.vllm.decode_attention import AUTO_CAPABILITY
+from fxrl.engines.vllm.decode_steps import DecodeSteps
 from fxrl.engines.vllm.standby import WakeError
 from fxrl.models import load_model, lora
 from tests.engines.conftest import reference_logprobs
+from tests.engines.vllm.test_decode_steps import check_agreement
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
 
@@ -63,6 +65,15 @@ def test_decode_steps_run_fxrls_kernel_where_it_was_measured(engine):
     fast = torch.cuda.get_device_capability() == AUTO_CAPABILITY
     assert {b.__name__.startswith("FastBackend") for b in backends} == {fast}
     assert {b.get_name() for b in backends} == {"FLASH_ATTN"}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_decode_steps_are_scheduled_as_this_vllm_does(engine, asynchronous):
+    core = engine._handle.engine.engine_core.engine_core
+    assert isinstance(core.scheduler.schedule.__self__, DecodeSteps)
+    shares = [check_agreement(core, seed, asynchronous, v2=True) for seed in range(12)]
+    assert max(steps for steps, _ in shares) > 0.6
+    assert max(tokens for _, tokens in shares) > 0.5
 
 
 def test_released_memory_is_the_trainers_and_outputs_stay(engine):

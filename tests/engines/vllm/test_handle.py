@@ -30,7 +30,7 @@ class Core:
             self.batch_queue.pop()
         elif self.untold:
             self.untold -= 1
-        return []
+        return SimpleNamespace(outputs=[])
 
 
 def make(core=None, ranks=1, rpc=None, max_lora_rank=None, model=None):
@@ -38,8 +38,9 @@ def make(core=None, ranks=1, rpc=None, max_lora_rank=None, model=None):
     runner = SimpleNamespace(get_model=lambda: model or nn.Linear(2, 3))
     worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
     engine = SimpleNamespace(
-        engine_core=SimpleNamespace(engine_core=core, shutdown=lambda: None),
-        step=core.step,
+        engine_core=SimpleNamespace(
+            engine_core=core, shutdown=lambda: None, get_output=lambda: core.step()
+        ),
         model_executor=SimpleNamespace(driver_worker=worker if ranks == 1 else None),
     )
     llm = SimpleNamespace(llm_engine=engine, collective_rpc=rpc, reset_prefix_cache=lambda: True)

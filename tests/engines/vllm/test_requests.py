@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from fxrl.engines import EngineError, GenerateTimeoutError, PromptError, SamplingParams
@@ -12,6 +13,7 @@ from fxrl.engines.engine import SamplingParamsError
 from fxrl.engines.vllm.options import VllmOptionError
 from fxrl.engines.vllm.requests import (
     OWNED_SAMPLING,
+    Drawn,
     EngineFailedError,
     Gather,
     completion,
@@ -71,55 +73,61 @@ def test_seeds_are_all_different_and_spread():
     assert share == pytest.approx(0.5, abs=0.01)
 
 
-def output(token_ids, finish_reason="length"):
-    logprobs = SimpleNamespace(
-        logprobs=[-float(t) for t in token_ids], start_indices=list(range(len(token_ids)))
-    )
-    return SimpleNamespace(token_ids=token_ids, logprobs=logprobs, finish_reason=finish_reason)
+def drawn(finish_reason="length"):
+    return Drawn(0, [5, 6], [-5.0, -6.0], finish_reason)
 
 
-def test_completions_of_flat_logprobs():
-    flat = completion((1,), output([5, 6]), 3)
-    assert flat.logprobs == (-5.0, -6.0)
-    assert (flat.finish_reason, flat.policy_version) == ("length", 3)
-
-
-def test_flat_logprobs_with_more_than_the_sampled_token():
-    wide = output([5, 6])
-    wide.logprobs.logprobs = [-5.0, -1.0, -6.0, -1.0]
-    wide.logprobs.start_indices = [0, 2]
-    assert completion((1,), wide, 0).logprobs == (-5.0, -6.0)
+def test_completions_of_what_was_drawn():
+    made = completion((1,), drawn(), 3)
+    assert (made.token_ids, made.logprobs) == ((5, 6), (-5.0, -6.0))
+    assert (made.finish_reason, made.policy_version) == ("length", 3)
 
 
 def test_an_end_that_is_none_of_ours_is_an_error():
-    with pytest.raises(EngineError, match="ended a completion of 1 tokens with 'abort'"):
-        completion((1,), output([5], "abort"), 0)
+    with pytest.raises(EngineError, match="ended a completion of 2 tokens with 'abort'"):
+        completion((1,), drawn("abort"), 0)
+
+
+def output(name, token_ids, finish_reason=None):
+    logprobs = np.array([[-float(token), -1.0] for token in token_ids])  # the sampled one, the best
+    return SimpleNamespace(
+        request_id=name,
+        new_token_ids=token_ids,
+        new_logprobs=SimpleNamespace(logprobs=logprobs),
+        finish_reason=finish_reason,
+    )
 
 
 class FakeEngine:
-    """Ends one request a step, the last one first, so out of order."""
+    """Draws two tokens for one request in two steps, the last request first, so out of order."""
 
     def __init__(self, fail_at=None, refuse=None):
         self.waiting, self.aborted, self.steps = [], [], 0
         self.fail_at, self.refuse = fail_at, refuse
+        self.engine_core = SimpleNamespace(get_output=self.get_output)
 
     def add_request(self, name, prompt, params, lora_request=None):
         if self.refuse is not None and len(self.waiting) == self.refuse:
             raise ValueError("no such thing")
-        self.waiting.append((name, prompt, params, lora_request))
+        self.waiting.append((f"{name}-own", prompt, params, lora_request))
+        return f"{name}-own"
 
-    def step(self):
+    def get_output(self):
         self.steps += 1
         if self.steps == self.fail_at:
             raise RuntimeError("device lost")
+        name, prompt, params, _ = self.waiting[-1]
+        others = [output("of-an-aborted-call", [3], "abort")]
         if self.steps % 2:
-            return []  # a step that ends nothing
-        name, prompt, params, _ = self.waiting.pop()
-        return [SimpleNamespace(finished=True, request_id=name, outputs=[output([prompt, params])])]
+            return SimpleNamespace(outputs=[*others, output(name, [prompt])])
+        self.waiting.pop()
+        return SimpleNamespace(outputs=[output(name, [params], "length"), *others])
 
-    def abort_request(self, names):
-        self.aborted += names
+    def abort_request(self, names, internal):
+        assert internal
+        self.aborted += [name for name, *_ in self.waiting if name in names]
         self.waiting.clear()
+        self.known = names
 
 
 REQUESTS = [(10 + i, 20 + i) for i in range(4)]
@@ -127,7 +135,8 @@ REQUESTS = [(10 + i, 20 + i) for i in range(4)]
 
 def run(engine, **given):
     gather = Gather([(1,), (2,)], 2, 0, given.pop("on_finished", None))
-    run_requests(engine, REQUESTS, finished=gather, tag="7-", **given)
+    finished = lambda drawn: gather(drawn.index, drawn)  # noqa: E731
+    run_requests(engine, REQUESTS, finished=finished, tag="7-", **given)
     return gather
 
 
@@ -139,12 +148,14 @@ def test_results_are_in_order_however_they_end():
         [(12, 22), (13, 23)],
     ]
     assert [[one.prompt_token_ids for one in group] for group in groups] == [[(1,)] * 2, [(2,)] * 2]
+    assert groups[0][1].logprobs == (-11.0, -21.0)
+    assert engine.known == [f"7-{at}-own" for at in range(4)], "the processor forgets all of them"
 
 
 def test_a_prompt_without_requests_has_no_completions():
     gather = Gather([(1,), (2,)], 2, 0, None)
     part = REQUESTS[2:]
-    run_requests(FakeEngine(), part, finished=lambda at, found: gather(2 + at, found))
+    run_requests(FakeEngine(), part, finished=lambda drawn: gather(2 + drawn.index, drawn))
     assert [len(group) for group in gather.all()] == [0, 2]
 
 
@@ -158,7 +169,7 @@ def test_the_time_limit_aborts_what_still_runs():
     engine, clock = FakeEngine(), itertools.count(step=10)
     with pytest.raises(GenerateTimeoutError, match=r"2 of 4 completions were not done after 35 s"):
         run(engine, timeout_s=35.0, clock=lambda: float(next(clock)))
-    assert engine.aborted == ["7-0", "7-1"]
+    assert engine.aborted == ["7-0-own", "7-1-own"]
 
 
 def test_a_call_that_ends_in_time_is_never_late():
@@ -174,14 +185,14 @@ def test_what_the_callback_raises_leaves_no_request_behind(error):
     engine = FakeEngine()
     with pytest.raises(error):
         run(engine, on_finished=stop)
-    assert engine.aborted == ["7-0", "7-1"]
+    assert engine.aborted == ["7-0-own", "7-1-own"]
 
 
 def test_a_refused_request_takes_the_others_back():
     engine = FakeEngine(refuse=2)
     with pytest.raises(PromptError, match="vLLM refuses the request: no such thing"):
         run(engine)
-    assert {"7-0", "7-1"} <= set(engine.aborted)
+    assert {"7-0-own", "7-1-own"} <= set(engine.aborted)
 
 
 def test_a_failing_engine_is_not_touched_again():
@@ -195,8 +206,8 @@ def test_a_failing_engine_is_not_touched_again():
 def test_a_step_that_does_not_return_is_reported(monkeypatch, caplog):
     monkeypatch.setattr("fxrl.engines.vllm.requests.GRACE_S", 0.05)
     engine = FakeEngine()
-    real = engine.step
-    engine.step = lambda: time.sleep(0.1) or real()
+    real = engine.get_output
+    engine.engine_core.get_output = lambda: time.sleep(0.1) or real()
     with pytest.raises(GenerateTimeoutError):
         run(engine, timeout_s=0.01)
     assert "the GPU or its driver hangs" in caplog.text
