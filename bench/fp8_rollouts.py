@@ -1,4 +1,4 @@
-"""Decoding in FP8 beside bf16: milliseconds a token step, by sequences at once; a GPU and vLLM.
+"""Decoding inside vLLM, in FP8 beside bf16: milliseconds a token step, by sequences at once.
 
 fxrl's engine on a Qwen3 (``--shape``), weights drawn by vLLM (``load_format="dummy"``), one process
 for each variant:
@@ -8,6 +8,7 @@ for each variant:
     fp8-slots  the same with a LoRA adapter r=32 on all linear layers in vLLM's slots
     bf16-kv    bf16 weights, KV cache in FP8
     fp8-kv     both in FP8
+    vllm-steps bf16, all of whose steps vLLM's own scheduler schedules (``decode_steps=False``)
 
 Prompts have ``--prompt`` tokens, 8 completions each, EOS ends nothing. A step's time is the slope
 between a short and a long call, so neither prefill nor a call's fixed costs are in it; the fastest
@@ -37,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8-kv": _FP8 | _KV,
     "fp8-slots": _FP8 | {"max_lora_rank": rl_job.RANK},
     "bf16-kv": _KV,
+    "vllm-steps": {"decode_steps": False},
 }
 """What of the engine's options each variant changes."""
 _SHORT = 16
@@ -53,7 +55,7 @@ def main() -> int:
         f"{args.tokens} more, {rl_job.GENERATIONS} completions of each prompt",
         "step_ms: slope between calls of two lengths; no prefill, no training",
     ]
-    results = common.results(args, "Decoding in FP8", COLUMNS, notes)
+    results = common.results(args, "Decoding inside vLLM", COLUMNS, notes)
     rl_job.write_shape(args.work, args.shape, args.layers)
     bf16: dict[int, float] = {}
     for variant in args.variants:

@@ -97,7 +97,7 @@ class VllmOptions(Options):
             temperature alone shapes the distribution (vLLM's V2 runner on a GPU, one rank); other
             requests and settings take vLLM's own sampler.
         decode_steps: steps in which each running sequence takes one token are scheduled by fxrl, as
-            vLLM would, in a third of the time (with the vLLM versions that fxrl was tested with).
+            vLLM would and with less of the host's time, with the vLLM versions that fxrl knows.
         decode_attention: steps of one new token a sequence run through fxrl's kernel instead of
             vLLM's FlashAttention: with ``"auto"`` where that was measured to be faster (Hopper, up
             to 128 sequences, ``max_model_len`` up to 4096), with ``"fxrl"`` always, with ``"vllm"``
