@@ -230,9 +230,12 @@ def _says_only(what: Any, names: frozenset[str]) -> bool:
 
 
 def _waits(scheduler: Any) -> bool:
-    """Whether a request waits for a place, or everybody for the end of a pause."""
+    """Whether a request may take a place that is free, or everybody waits for a pause's end."""
+    places = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+    if scheduler.pause_state or len(scheduler.running) >= places:
+        return bool(scheduler.pause_state)
     queues = ("waiting", "skipped_waiting", "kv_holding_waiting")
-    return bool(scheduler.pause_state) or any(getattr(scheduler, name, None) for name in queues)
+    return any(getattr(scheduler, name, None) for name in queues)
 
 
 def _decodes(request: Any) -> bool:
