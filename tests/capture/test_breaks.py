@@ -524,6 +524,29 @@ def test_a_head_behind_layers_that_end_graphs_is_captured(inside: bool) -> None:
     assert fused(step)
 
 
+def ended_within(depth: int, x: Tensor) -> Tensor:
+    if depth:
+        return ended_within(depth - 1, x) + 1
+    torch._dynamo.graph_break()
+    return 2 * x
+
+
+def ended_ever_deeper(model: nn.Module, batch: Any) -> Tensor:
+    loss = policy_loss(model, batch)
+    loss = ended_within(2, ended_within(1, loss))
+    return ended_within(5, ended_within(4, ended_within(3, loss)))
+
+
+def test_breaks_within_functions_of_any_depth_cost_no_capture() -> None:
+    """What waits behind a break in a list of Dynamo's is as long as the callers are many: no list
+    of the user's that grows."""
+    model = make_model()
+    step = optimize(model, ended_ever_deeper, QUIET)
+    for batch in (make_batch(), make_batch(4, 9, seed=2)):
+        assert_matches_eager(step, ended_ever_deeper, model, batch)
+    assert fused(step)
+
+
 class Widened(nn.Module):
     """A layer that another graph goes on with behind a product that widens."""
 
