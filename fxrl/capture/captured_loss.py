@@ -212,9 +212,15 @@ class CapturedLoss:
 
     def _next_way(self, way: int, failure: Exception) -> int:
         """The way to try where one has failed."""
-        if (way == _WHOLE and not _decided_by_data(failure)) or way == _IN_PARTS:
+        of_data = _decided_by_data(failure)
+        # Only the way that a branch was taken for likely to go may hold what fails, such as a split
+        # of another count of rows: Python is asked at branches then.
+        likely = not of_data and self._branches[way].any_followed
+        if way == _IN_PARTS or (way == _WHOLE and not (of_data or likely)):
             return _AS_WRITTEN
         self._branches[way + 1].learn(self._branches[way])
+        if likely:
+            self._branches[way + 1].leave()
         return way + 1
 
     @cached_property
