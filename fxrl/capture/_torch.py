@@ -67,6 +67,7 @@ ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast  # and where torch.auto
 STATIC_SIZES = "_dynamo_static_indices"  # of a tensor: the dims that torch._dynamo.mark_static names
 STATIC_INPUT = "_dynamo_static_input_type"  # in an input's "tensor_dict": a module's parameter or buffer
 cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was compiled of a function
+TooOftenError = torch._dynamo.exc.FailOnRecompileLimitHit  # a function was captured so often already
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
 COMPILES = torch._dynamo.convert_frame.__name__  # the module that every compilation runs through
 dynamo_config: Any = torch._dynamo.config
@@ -578,6 +579,13 @@ class Variation:
                 yield
             finally:
                 variations.pop()
+
+
+def why_anew() -> str:
+    """What was otherwise than in all captures before of the function that was captured last."""
+    *_, latest = torch._dynamo.utils.get_compilation_metrics()
+    _, _, why = (latest.recompile_reason or "").partition(": ")
+    return " ".join(why.partition("\n")[0].split())
 
 
 #: The name of the function that is captured, which calls the loss.

@@ -64,6 +64,11 @@ class Branches:
         taken = frozenset(item for item in self._taken.items() if item[0] not in left)
         return taken, left, self._off
 
+    @property
+    def any_followed(self) -> bool:
+        """Whether captures, that failed too, took a branch for what it likely is."""
+        return bool(self._likely) and not self._off
+
     def follow(
         self,
         trace: object,

@@ -27,6 +27,7 @@ from fxrl.capture._torch import (
     COMPILES,
     STEP,
     GuardOnDataDependentSymNode,
+    TooOftenError,
     TorchDynamoException,
     Variation,
     cache_entries,
@@ -39,6 +40,7 @@ from fxrl.capture._torch import (
     method_replaced,
     reset_code,
     try_again,
+    why_anew,
 )
 from fxrl.capture.branches import Branches, CannotBeginAnewError, random_state
 from fxrl.capture.breaks import (
@@ -83,6 +85,11 @@ _WAYS = tuple(
     for ends, read in ((False, True), (True, True), (True, False))
 )
 _LAYERS_ONCE, _WHOLE, _IN_PARTS, _AS_WRITTEN = range(4)
+_OFTEN = 8  # captures of a loss: more than it has kinds of batches and branches, mostly
+_ANEW_CURE = (
+    "write Python's loops over tokens with tensor ops, compute what it reads in texts of the batch "
+    "ahead of the step, or pad batches to a few sizes"
+)
 _FOLLOWED = "a branch on a tensor's value is captured the way that it goes"
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -205,9 +212,15 @@ class CapturedLoss:
 
     def _next_way(self, way: int, failure: Exception) -> int:
         """The way to try where one has failed."""
-        if (way == _WHOLE and not _decided_by_data(failure)) or way == _IN_PARTS:
+        of_data = _decided_by_data(failure)
+        # Only the way that a branch was taken for likely to go may hold what fails, such as a split
+        # of another count of rows: Python is asked at branches then.
+        likely = not of_data and self._branches[way].any_followed
+        if way == _IN_PARTS or (way == _WHOLE and not (of_data or likely)):
             return _AS_WRITTEN
         self._branches[way + 1].learn(self._branches[way])
+        if likely:
+            self._branches[way + 1].leave()
         return way + 1
 
     @cached_property
@@ -259,6 +272,7 @@ class CapturedLoss:
                 raise _CaptureFailedError(error) from None
         for one in captures[before:]:
             forget_inputs(one.dynamo)
+        self._note_often(code, captures[before:])
         self._note_branches(branches, {found.source for found in breaks})
         # What is left out behind a break, such as a further turn of a branch, is not the loss.
         left_out = _skipped() > skipped and not cache_entries(code)
@@ -275,6 +289,12 @@ class CapturedLoss:
         compiled = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
         weakref.finalize(self, reset_code, fresh.__code__).atexit = False
         return compiled
+
+    def _note_often(self, code: types.CodeType, new: Sequence[Any]) -> None:
+        """What the loss is captured for again and again, told once."""
+        if new and len(cache_entries(code)) == _OFTEN:
+            reason = f"captured {_OFTEN} times, which takes seconds each; now for {why_anew()}"
+            self._note(RemarkKind.ANALYSIS, place_of(self._own_place())[0], reason, _ANEW_CURE)
 
     def _note_branches(self, branches: Branches, ended: Container[str]) -> None:
         """The branches that were met and followed; where a graph ends by now its break tells."""
@@ -325,10 +345,13 @@ class CapturedLoss:
         cause = getattr(failure, "inner_exception", failure)  # else "backend=... raised:"
         why = in_one_line(str(cause))
         what = f"{type(cause).__name__}: {why}"
+        if often := isinstance(cause, TooOftenError):
+            what = why = f"captured {_WAYS[0]['recompile_limit']} times, and now for {why_anew()}"
         what += f", in {code}" if code else ""
         # Dynamo raises one of its own for a refusal of what it traces, which is then the context.
         refused = failure.__cause__ or failure.__context__
         what, cure = (refused.reason, refused.cure) if isinstance(refused, Refusal) else (what, "")
+        cure = _ANEW_CURE if often else cure
         if way == _WHOLE:
             reason = f"equal layers are captured one by one, which takes longer ({why})"
             if self._repeated:

@@ -152,6 +152,19 @@ def test_a_branch_that_turns_at_each_call_ends_the_graph_there():
     assert "data-dependent branching" in told.reason
 
 
+def split_as_told(model: nn.Module, batch: Any) -> Tensor:
+    """A batch of three rows is told to have them, and those of two parts are four."""
+    sizes = [2, 2] if batch["high"].any() else [3]
+    ids = torch.cat(batch["ids"].split(sizes))
+    return -token_logps(model(ids, batch["high"]), ids).sum()
+
+
+def test_a_branch_whose_likely_way_cannot_be_captured_ends_the_graph_there():
+    step = assert_runs_as_eager(split_as_told, [False, False], QUIET)
+    assert captures(step) > 0
+    assert not [r for r in step.report.remarks if "run as written" in r.reason]
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

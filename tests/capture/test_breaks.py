@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from fxrl.capture import captured_loss
 from fxrl.errors import MissedRewriteError
 from fxrl.step import optimize
 from tests.capture.mixer import (
@@ -522,6 +523,60 @@ def test_a_head_behind_layers_that_end_graphs_is_captured(inside: bool) -> None:
     for batch in (make_batch(), make_batch(4, 9, seed=2)):
         assert_matches_eager(step, policy_loss, model, batch)
     assert fused(step)
+
+
+def ended_within(depth: int, x: Tensor) -> Tensor:
+    if depth:
+        return ended_within(depth - 1, x) + 1
+    torch._dynamo.graph_break()
+    return 2 * x
+
+
+def ended_ever_deeper(model: nn.Module, batch: Any) -> Tensor:
+    loss = policy_loss(model, batch)
+    loss = ended_within(2, ended_within(1, loss))
+    return ended_within(5, ended_within(4, ended_within(3, loss)))
+
+
+def test_breaks_within_functions_of_any_depth_cost_no_capture() -> None:
+    """What waits behind a break in a list of Dynamo's is as long as the callers are many: no list
+    of the user's that grows."""
+    model = make_model()
+    step = optimize(model, ended_ever_deeper, QUIET)
+    for batch in (make_batch(), make_batch(4, 9, seed=2)):
+        assert_matches_eager(step, ended_ever_deeper, model, batch)
+    assert fused(step)
+
+
+def discounted(model: nn.Module, batch: Any) -> Tensor:
+    """Returns by a loop of Python over tokens, which is captured for each length."""
+    logps, after, returns = token_logps(model(batch["ids"]), batch["ids"]), 0.0, []
+    for reward in reversed(batch["mask"].unbind(1)):
+        after = reward + 0.9 * after
+        returns.insert(0, after)
+    return -(logps * torch.stack(returns, 1)).mean()
+
+
+def test_a_loss_that_is_captured_at_each_call_is_told_with_reason_and_cure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = tuple(way | {"recompile_limit": 9} for way in captured_loss._WAYS)
+    monkeypatch.setattr(captured_loss, "_WAYS", ways)
+    model = make_model()
+    step = optimize(model, discounted, QUIET)
+    for tokens in range(4, 14):
+        batch = make_batch(3, tokens)
+        assert_matches_eager(step, discounted, model, batch)
+    often, lost = (r for r in step.report.remarks if r.pass_name == "capture")
+    assert (often.kind, lost.kind) == ("analysis", "missed")
+    changed = "for tensor 'batch['ids']' size mismatch at index 1. expected"
+    assert (
+        f"captured 8 times, which takes seconds each; now {changed} 10, actual 11" in often.reason
+    )
+    assert f"captured 9 times, and now {changed} 12, actual 13" in lost.reason
+    for remark in (often, lost):
+        assert "pad batches to a few sizes" in remark.cure
+        assert remark.source.endswith(f"test_breaks.py:{discounted.__code__.co_firstlineno}")
 
 
 class Widened(nn.Module):

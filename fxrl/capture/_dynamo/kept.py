@@ -238,7 +238,7 @@ def _ever_another(root: Any, source: Any, value: Any) -> str | None:
     if type(value) in _TOLD:
         told = _is_told(root, source) and _is_other_each_time(source, value)
         return _TOLD_BY_ROW if told else None
-    if type(value) not in _LISTS or source.name.startswith("L['batch']"):
+    if type(value) not in _LISTS or source.name.startswith("L['batch']") or _is_of_frames(source):
         return None
     known = variations[-1].lengths[source.name]
     known.add(len(value))
@@ -247,6 +247,13 @@ def _ever_another(root: Any, source: Any, value: Any) -> str | None:
     lengths = sum(type(one) is int for one in known)
     many = lengths > _LENGTHS or len(known) - lengths > _INDICES
     return _EVER_LONGER if many else None
+
+
+def _is_of_frames(source: Any) -> bool:
+    """Whether it is a list of Dynamo's own, of the functions that go on behind a break, or of what
+    one of them goes on with: as many as there are, and no graph may end where they are read."""
+    name = getattr(getattr(source, "base", source), "local_name", "")
+    return bool(name.startswith("__nested_"))
 
 
 def _is_told(root: Any, source: Any) -> bool:
