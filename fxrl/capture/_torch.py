@@ -583,8 +583,8 @@ class Variation:
 
 def why_anew() -> str:
     """What was otherwise than in all captures before of the function that was captured last."""
-    *_, latest = torch._dynamo.utils.get_compilation_metrics()
-    _, _, why = (latest.recompile_reason or "").partition(": ")
+    known = torch._dynamo.utils.get_compilation_metrics()  # may have been cleared
+    _, _, why = ((known[-1].recompile_reason if known else "") or "").partition(": ")
     return " ".join(why.partition("\n")[0].split())
 
 
