@@ -449,8 +449,7 @@ def _why_they_leave(graph: fx.Graph) -> tuple[str, str]:
     """Reason and cure of logits that a graph gives back."""
     owner = graph.owning_module
     if owner is not None and IS_PART in owner.meta:
-        reason = "the logits leave the graph, which holds only a part of the loss"
-        return reason, "see to what ends the graph: capture's misses name it"
+        return "the logits leave the graph, which holds only a part of the loss", ""
     return (
         "the logits leave the traced code: returned, stored or handed to a hook",
         "return what is computed from them, per token",
