@@ -822,3 +822,21 @@ def test_rows_that_are_trimmed_to_the_longest_keep_the_head() -> None:
         assert_matches_eager(step, loss, model, batch)
     assert fused(step)
     assert captures(step) == 1
+
+
+_KIND = "k1"
+
+
+def test_a_text_of_a_module_is_none_of_the_batchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_a_kind(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["ids"])
+        torch._dynamo.graph_break()
+        weight = {"k1": 1.0, "k2": 0.5}.get(_KIND, 0.1)
+        return -weight * token_logps(logits, batch["ids"]).mean()
+
+    model = make_model()
+    step = optimize(model, of_a_kind, QUIET)
+    for kind in range(1, 8):
+        monkeypatch.setattr(f"{__name__}._KIND", f"k{kind}")
+        assert_matches_eager(step, of_a_kind, model, make_batch())
+    assert not [one for one in step.report.remarks if "what the batch says" in one.reason]

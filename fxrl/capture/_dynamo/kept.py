@@ -261,7 +261,7 @@ def _is_told(root: Any, source: Any) -> bool:
     base = source.get_base() if isinstance(source, ChainedSource) else source
     local = getattr(base, "local_name", None)
     return local == "batch" or (
-        not _is_first(root) and isinstance(root.f_locals.get(local), _HOLDS)
+        not _is_first(root) and local in root.f_locals and isinstance(root.f_locals[local], _HOLDS)
     )
 
 

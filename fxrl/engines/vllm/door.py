@@ -246,20 +246,20 @@ def use_fused_sampler(runner: Any) -> None:
         runner.sampler = FastSampler(runner.sampler, fused_sample, *parts, runner.device)
 
 
+def use_decode_steps(symbols: VllmSymbols, options: VllmOptions, llm: Any) -> None:
+    """Puts fxrl's scheduling of decode steps before vLLM's, where it is wanted, this version's is
+    known and its scheduler is in this process."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    known = str(symbols.module.__version__).partition("+")[0] in TESTED["vllm"]
+    if options.decode_steps and known and core is not None and serves(core.scheduler):
+        decode_steps(core.scheduler).install()
+
+
 def decode_steps(scheduler: Any) -> DecodeSteps:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import RequestStatus
 
     return DecodeSteps(scheduler, EngineCoreOutput, EngineCoreOutputs, RequestStatus.RUNNING)
-
-
-def use_decode_steps(symbols: VllmSymbols, llm: Any) -> None:
-    """Puts fxrl's scheduling of decode steps before vLLM's, where this version's is known and its
-    scheduler is in this process."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    version = str(symbols.module.__version__).partition("+")[0]
-    if core is not None and version in TESTED["vllm"] and serves(core.scheduler):
-        decode_steps(core.scheduler).install()
 
 
 def attention(options: VllmOptions, device: str) -> AbstractContextManager[None]:

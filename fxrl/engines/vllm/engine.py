@@ -101,8 +101,7 @@ class VllmEngine:
         built.append(self._handle)
         if self.options.fused_sampler and on_gpu and ranks == 1:
             door.use_fused_sampler(self._handle.worker.model_runner)
-        if self.options.decode_steps:
-            door.use_decode_steps(symbols, llm)
+        door.use_decode_steps(symbols, self.options, llm)
         self.ledger.loaded()
         self.timings: dict[str, float] = {}
         self.weight_sync = WeightSync(self._handle, self.timings)

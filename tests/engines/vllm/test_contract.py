@@ -26,19 +26,19 @@ def test_sampling_parameters_are_a_msgspec_struct_with_these_fields():
 
     known = set(SamplingParams.__struct_fields__)
     given = sampling_arguments(Ours(), known, frozenset([2]))
-    assert {"logprobs", "flat_logprobs", "skip_clone", "detokenize"} <= given.keys()
+    assert {"logprobs", "skip_clone", "detokenize"} <= given.keys()
     params = SamplingParams(seed=2**63 - 1, **given)
     assert params.clone().stop_token_ids is params.stop_token_ids  # no deep copy per request
 
 
-def test_flat_logprobs_are_one_number_per_token():
-    from vllm.logprobs import create_sample_logprobs
+def test_what_a_step_draws_has_these_fields():
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-    flat = create_sample_logprobs(flat_logprobs=True)
-    flat.append_fast([7], [-0.5], iter([1]), iter([None]))
-    flat.append_fast([8], [-1.5], iter([1]), iter([None]))
-    assert flat.logprobs == [-0.5, -1.5]
-    assert flat.start_indices == [0, 1]
+    known = set(EngineCoreOutput.__struct_fields__)
+    assert known >= {"request_id", "new_token_ids", "new_logprobs", "finish_reason"}
+    assert {str(reason) for reason in FinishReason} >= {"stop", "length", "repetition", "abort"}
+    assert "internal" in inspect.signature(LLMEngine.abort_request).parameters
 
 
 def test_engine_arguments_are_fields():

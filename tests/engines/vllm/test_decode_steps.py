@@ -10,7 +10,7 @@ import pytest
 from fxrl.engines import SamplingParams
 from fxrl.engines.vllm import door
 from fxrl.engines.vllm.decode_steps import DecodeSteps, serves
-from tests.engines.conftest import build_engine
+from fxrl.engines.vllm.options import VllmOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -176,7 +176,7 @@ def test_steps_are_vllms_own(engine, asynchronous, v2):
     assert max(tokens for _, tokens in shares) > 0.5
 
 
-def test_completions_are_those_of_vllms_own_scheduling(engine, checkpoint):
+def test_completions_are_those_of_vllms_own_scheduling(engine):
     scheduler = engine._handle.engine.engine_core.engine_core.scheduler
     steps = scheduler.schedule.__self__
     assert isinstance(steps, DecodeSteps)
@@ -190,13 +190,24 @@ def test_completions_are_those_of_vllms_own_scheduling(engine, checkpoint):
         steps.install()
 
 
-def test_an_option_leaves_all_steps_to_vllm(checkpoint):
-    engine = build_engine(checkpoint, decode_steps=False)
-    try:
-        schedule = engine._handle.engine.engine_core.engine_core.scheduler.schedule
-        assert not isinstance(schedule.__self__, DecodeSteps)
-    finally:
-        engine.close()
+@pytest.mark.parametrize(
+    ("version", "wanted", "inside", "taken"),
+    [
+        ("0.32.0+cpu", True, True, True),
+        ("0.32.0", False, True, False),
+        ("0.99.0", True, True, False),
+        ("0.32.0", True, False, False),
+    ],
+    ids=["taken", "not wanted", "another version", "another process"],
+)
+def test_where_vllm_schedules_all_steps(engine, version, wanted, inside, taken):
+    core = engine._handle.engine.engine_core.engine_core
+    scheduler = Lane(core, type(core.scheduler), 40, v2=False, ahead=0).scheduler
+    of_process = {"engine_core": SimpleNamespace(scheduler=scheduler)} if inside else {}
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(**of_process)))
+    symbols = SimpleNamespace(module=SimpleNamespace(__version__=version))
+    door.use_decode_steps(symbols, VllmOptions(decode_steps=wanted), llm)
+    assert isinstance(scheduler.schedule.__self__, DecodeSteps) is taken
 
 
 @pytest.mark.parametrize(
