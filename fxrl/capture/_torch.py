@@ -67,6 +67,7 @@ ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast  # and where torch.auto
 STATIC_SIZES = "_dynamo_static_indices"  # of a tensor: the dims that torch._dynamo.mark_static names
 STATIC_INPUT = "_dynamo_static_input_type"  # in an input's "tensor_dict": a module's parameter or buffer
 cache_entries = torch._dynamo.eval_frame._debug_get_cache_entry_list  # what was compiled of a function
+DYNAMO_LOG = torch._dynamo.convert_frame.log  # of a function's captures
 TooOftenError = torch._dynamo.exc.FailOnRecompileLimitHit  # a function was captured so often already
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
 COMPILES = torch._dynamo.convert_frame.__name__  # the module that every compilation runs through

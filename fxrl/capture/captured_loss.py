@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fxrl.capture._dynamo import plain_python_is_traced
 from fxrl.capture._torch import (
     COMPILES,
+    DYNAMO_LOG,
     STEP,
     GuardOnDataDependentSymNode,
     TooOftenError,
@@ -39,6 +40,7 @@ from fxrl.capture._torch import (
     global_hooks,
     method_replaced,
     reset_code,
+    swapped,
     try_again,
     why_anew,
 )
@@ -136,6 +138,7 @@ class CapturedLoss:
         self._branches = tuple(Branches() for _ in _WAYS)
         self.losses = Report()
         self._varies = True  # a size of the batch
+        self._full = False  # something was captured as often as it may be
 
     @property
     def report(self) -> Report:
@@ -147,7 +150,11 @@ class CapturedLoss:
         """What the loss returns."""
         with _ONE_AT_A_TIME, self._takeover.active():
             self._varies = mark_batch(batch)
-            result = self._first_that_works(batch)
+            if (refused := _never_captured()) is not None:
+                self._note(RemarkKind.MISSED, "", *refused)
+                result = self._loss_fn(self._model, batch)
+            else:
+                result = self._first_that_works(batch)
         if not any(map(_holds_a_tensor, pytree.tree_leaves(result))):
             raise FxrlError(
                 f"the loss function returned {result!r}, which holds no tensor; "
@@ -156,9 +163,6 @@ class CapturedLoss:
         return result
 
     def _first_that_works(self, batch: Any) -> Any:
-        if (refused := _never_captured()) is not None:
-            self._note(RemarkKind.MISSED, "", *refused)
-            return self._loss_fn(self._model, batch)
         way = first = self._first_way(batch)
         failure: Exception | None = None
         begin_anew = random_state()
@@ -172,7 +176,10 @@ class CapturedLoss:
                     way = first = self._first_way(batch)
                     continue
                 failure = failed.error
-                way = self._next_way(way, failure)
+                if _too_often(failure):  # what was captured runs on, for the batches that it fits
+                    return self._as_written_beside(failure, batch)
+                else:
+                    way = self._next_way(way, failure)
             except CannotBeginAnewError:
                 for branches in self._branches[way:]:
                     branches.leave()
@@ -201,6 +208,15 @@ class CapturedLoss:
         cure = "leave such batches out, those with empty sequences too, or do without the check"
         self._note(RemarkKind.MISSED, failed.source, reason, cure)
         return result
+
+    def _as_written_beside(self, failure: Exception, batch: Any) -> Any:
+        """The call as the loss is written, where it may be captured no more; told once."""
+        if self._backend.only_explain:
+            raise failure
+        if not self._full:
+            self._note_failure(failure, _AS_WRITTEN)
+        self._full = True
+        return self._loss_fn(self._model, batch)
 
     def _first_way(self, batch: Any) -> int:
         way = self._way.get(_kind(batch), _LAYERS_ONCE) if self._way else _LAYERS_ONCE
@@ -248,6 +264,9 @@ class CapturedLoss:
             plain_python_is_traced(code, branches),
             compiles_undisturbed() as compilations,
             breaks_inside() as breaks,
+            swapped(DYNAMO_LOG, disabled=True)
+            if self._full
+            else nullcontext(),  # said at each call
         ):
             try:
                 result = hung(self.compiled[key], batch)
@@ -345,7 +364,7 @@ class CapturedLoss:
         cause = getattr(failure, "inner_exception", failure)  # else "backend=... raised:"
         why = in_one_line(str(cause))
         what = f"{type(cause).__name__}: {why}"
-        if often := isinstance(cause, TooOftenError):
+        if often := _too_often(failure):
             what = why = f"captured {_WAYS[0]['recompile_limit']} times, and now for {why_anew()}"
         what += f", in {code}" if code else ""
         # Dynamo raises one of its own for a refusal of what it traces, which is then the context.
@@ -405,6 +424,10 @@ def _while_compiling(error: Exception) -> bool:
     known = isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode))
     frames = traceback.walk_tb(error.__traceback__)
     return known or any(frame.f_globals.get("__name__") == COMPILES for frame, _ in frames)
+
+
+def _too_often(error: Exception) -> bool:
+    return isinstance(getattr(error, "inner_exception", error), TooOftenError)
 
 
 def _decided_by_data(error: Exception) -> bool:

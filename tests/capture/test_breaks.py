@@ -554,6 +554,8 @@ def discounted(model: nn.Module, batch: Any) -> Tensor:
     for reward in reversed(batch["mask"].unbind(1)):
         after = reward + 0.9 * after
         returns.insert(0, after)
+    if not torch.compiler.is_compiling():
+        batch["as written"].append(len(returns))
     return -(logps * torch.stack(returns, 1)).mean()
 
 
@@ -564,9 +566,12 @@ def test_a_loss_that_is_captured_at_each_call_is_told_with_reason_and_cure(
     monkeypatch.setattr(captured_loss, "_WAYS", ways)
     model = make_model()
     step = optimize(model, discounted, QUIET)
-    for tokens in range(4, 14):
-        batch = make_batch(3, tokens)
+    written: list[int] = []
+    for tokens in (*range(4, 14), 6, 14):
+        step({**make_batch(3, tokens), "as written": written})
+        batch = {**make_batch(3, tokens), "as written": list[int]()}
         assert_matches_eager(step, discounted, model, batch)
+    assert written == [12, 13], "what was captured before runs on"
     often, lost = (r for r in step.report.remarks if r.pass_name == "capture")
     assert (often.kind, lost.kind) == ("analysis", "missed")
     changed = "for tensor 'batch['ids']' size mismatch at index 1. expected"
