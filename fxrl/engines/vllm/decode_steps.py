@@ -56,8 +56,11 @@ _DRAWN = frozenset({"req_ids", "req_id_to_index", "sampled_token_ids", "logprobs
 
 
 def serves(scheduler: Any) -> bool:
-    """Whether the steps of this scheduler can be alike: nothing but attention over all keys, in
-    one pool of blocks, and one sampled token a step."""
+    """Whether the steps of this scheduler can be alike: a class of vLLM's, nothing but attention
+    over all keys in one pool of blocks, and one sampled token a step."""
+    kind = type(scheduler)
+    if kind.__name__ not in ("Scheduler", "AsyncScheduler") or kind.__module__[:5] != "vllm.":
+        return False  # ``scheduler_cls`` may be somebody's own, with other rules
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return (
         [type(one).__name__ for one in managers] == ["FullAttentionManager"]

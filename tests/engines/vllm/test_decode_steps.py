@@ -215,14 +215,17 @@ def test_where_vllm_schedules_all_steps(engine, version, wanted, inside, taken):
     [("connector", object()), ("num_spec_tokens", 2), ("use_pp", True), ("log_stats", True)],
 )
 def test_other_schedulers_are_left_alone(name, value):
-    class FullAttentionManager:
-        block_size = 16
+    kind = type("FullAttentionManager", (), {"block_size": 16})
 
-    def scheduler(kinds=(FullAttentionManager,), **changed):
+    def scheduler(of="Scheduler", kinds=(kind,), module="vllm.v1", **changed):
         coordinator = SimpleNamespace(single_type_managers=tuple(kind() for kind in kinds))
+        made = type(of, (SimpleNamespace,), {"__module__": module})
         manager = SimpleNamespace(coordinator=coordinator)
-        return SimpleNamespace(kv_cache_manager=manager, num_sampled_tokens_per_step=1, **changed)
+        return made(kv_cache_manager=manager, num_sampled_tokens_per_step=1, **changed)
 
     assert serves(scheduler(**{name: None}))
+    assert serves(scheduler("AsyncScheduler"))
     assert not serves(scheduler(**{name: value}))
-    assert not serves(scheduler((FullAttentionManager, object)))
+    assert not serves(scheduler(kinds=(kind, object)))
+    assert not serves(scheduler("FairScheduler"))
+    assert not serves(scheduler(module="mine"))
