@@ -178,8 +178,7 @@ class CapturedLoss:
                 failure = failed.error
                 if _too_often(failure):  # what was captured runs on, for the batches that it fits
                     return self._as_written_beside(failure, batch)
-                else:
-                    way = self._next_way(way, failure)
+                way = self._next_way(way, failure)
             except CannotBeginAnewError:
                 for branches in self._branches[way:]:
                     branches.leave()
@@ -257,6 +256,8 @@ class CapturedLoss:
         captures, skipped = self._backend.captures, _skipped()
         before = len(captures)
         layers = self._repeated.traced() if once else nullcontext()
+        # It would say at each call that no more is captured.
+        log = swapped(DYNAMO_LOG, disabled=True) if self._full else nullcontext()
         with (
             dynamo_settings(_WAYS[way] | {_CACHE: not self._varies}),
             self._variation.accounted(),
@@ -264,9 +265,7 @@ class CapturedLoss:
             plain_python_is_traced(code, branches),
             compiles_undisturbed() as compilations,
             breaks_inside() as breaks,
-            swapped(DYNAMO_LOG, disabled=True)
-            if self._full
-            else nullcontext(),  # said at each call
+            log,
         ):
             try:
                 result = hung(self.compiled[key], batch)
@@ -277,7 +276,7 @@ class CapturedLoss:
             except Exception as error:  # a graph can hold anything that PyTorch can
                 if _skipped() > skipped:  # of a batch that is none, but the next one may be
                     try_again(code)
-                own = getattr(error, "inner_exception", error)
+                own = _cause(error)
                 if isinstance(own, CannotBeginAnewError):
                     del captures[before:]
                     raise own from None
@@ -361,7 +360,7 @@ class CapturedLoss:
     def _note_failure(self, failure: Exception, way: int) -> None:
         source, code = place_of(getattr(failure, "real_stack", None) or ())
         source = source or source_of_trace(str(failure)) or place_of(self._own_place())[0]
-        cause = getattr(failure, "inner_exception", failure)  # else "backend=... raised:"
+        cause = _cause(failure)
         why = in_one_line(str(cause))
         what = f"{type(cause).__name__}: {why}"
         if often := _too_often(failure):
@@ -426,8 +425,14 @@ def _while_compiling(error: Exception) -> bool:
     return known or any(frame.f_globals.get("__name__") == COMPILES for frame, _ in frames)
 
 
+def _cause(error: Exception) -> Exception:
+    """What was raised inside of a backend, which Dynamo tells as ``backend=... raised:``."""
+    cause: Exception = getattr(error, "inner_exception", error)
+    return cause
+
+
 def _too_often(error: Exception) -> bool:
-    return isinstance(getattr(error, "inner_exception", error), TooOftenError)
+    return isinstance(_cause(error), TooOftenError)
 
 
 def _decided_by_data(error: Exception) -> bool:

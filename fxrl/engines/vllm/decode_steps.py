@@ -180,18 +180,19 @@ class DecodeSteps:
     def update_from_output(self, made: Any, drawn: Any) -> Any:
         """vLLM's ``Scheduler.update_from_output``: from what was scheduled and what the model drew
         to ``EngineCoreOutputs`` by client."""
-        flying = [one for one in self._flying if one is not made]
-        ours, self._flying = len(flying) < len(self._flying), flying
+        ours = any(one is made for one in self._flying)
+        self._flying = [one for one in self._flying if one is not made]
         if not (ours and drawn.sampled_token_ids and _says_only(drawn, _DRAWN)):
             return self.plain_update(made, drawn)
         outputs, rest = [], {}
         for name in made.num_scheduled_tokens:
             request, at = self._scheduler.requests.get(name), drawn.req_id_to_index[name]
-            if request is None or not self._append(request, drawn.sampled_token_ids[at]):
+            tokens = drawn.sampled_token_ids[at]
+            if request is not None and self._append(request, tokens):
+                logprobs = drawn.logprobs and drawn.logprobs.slice_request(at, 1)
+                outputs.append(self._output(name, tokens, new_logprobs=logprobs))
+            else:
                 rest[name] = 1
-                continue
-            logprobs = drawn.logprobs and drawn.logprobs.slice_request(at, 1)
-            outputs.append(self._output(name, drawn.sampled_token_ids[at], new_logprobs=logprobs))
         left = dataclasses.replace(
             made, num_scheduled_tokens=rest, total_num_scheduled_tokens=len(rest)
         )

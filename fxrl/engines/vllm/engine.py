@@ -146,13 +146,13 @@ class VllmEngine:
 
     def _run(self, requests: Mapping[int, tuple[Any, Any]], gather: Gather) -> None:
         """Leaves nothing in flight, for folded weights are taken out again right afterwards."""
-        by_slots, numbers = self.weight_sync.way == "slots", list(requests)
+        by_slots = self.weight_sync.way == "slots"
         try:
             try:
                 run_requests(
                     self._handle.engine,
-                    list(requests.values()),
-                    finished=lambda drawn: gather(numbers[drawn.index], drawn),
+                    requests,
+                    finished=gather,
                     tag=f"{self._calls}-",
                     lora_request=self._handle.lora_request if by_slots else None,
                     timeout_s=self.options.generate_timeout_s,

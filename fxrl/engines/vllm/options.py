@@ -100,7 +100,7 @@ class VllmOptions(Options):
             vLLM would and with less of the host's time, with the vLLM versions that fxrl knows.
         decode_attention: steps of one new token a sequence run through fxrl's kernel instead of
             vLLM's FlashAttention: with ``"auto"`` where that was measured to be faster (Hopper, up
-            to 128 sequences, ``max_model_len`` up to 4096), with ``"fxrl"`` always, with ``"vllm"``
+            to 512 sequences, ``max_model_len`` up to 4096), with ``"fxrl"`` always, with ``"vllm"``
             never. See NOTE [Where the kernel runs unasked] in decode_attention.py.
         attention_config: vLLM's, e.g. ``{"backend": "FLASH_ATTN"}``.
         compilation_config: vLLM's, a mapping or a mode's number.

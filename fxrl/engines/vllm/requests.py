@@ -129,20 +129,20 @@ class EngineFailedError(EngineError):
 
 
 @dataclass(slots=True)
-class Drawn:
+class Sampled:
     """What one request has drawn so far."""
 
-    index: int  # among the call's requests
+    number: int  # the request's
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: str = ""  # as vLLM names it, once it is done
 
 
 def run_requests(
     engine: Any,
-    requests: Sequence[tuple[Any, Any]],
+    requests: Mapping[int, tuple[Any, Any]],
     *,
-    finished: Callable[[Drawn], None],
+    finished: Callable[[Sampled], None],
     tag: str = "",
     lora_request: Any = None,
     timeout_s: float | None = None,
@@ -152,7 +152,7 @@ def run_requests(
 
     Args:
         engine: vLLM's ``LLMEngine``.
-        requests: (vLLM prompt, vLLM sampling parameters), each for one completion.
+        requests: (vLLM prompt, vLLM sampling parameters), each for one completion, by number.
         finished: called with each request when it is done, in any order; what it raises ends the
             call.
         tag: starts the requests' names, to tell this call's from another's.
@@ -165,17 +165,17 @@ def run_requests(
         EngineFailedError: vLLM raised; whatever it was in the middle of is lost.
         PromptError: vLLM refuses a request; the engine is as before.
     """
-    running: dict[str, Drawn] = {}
+    running: dict[str, Sampled] = {}
     names: list[str] = []
     deadline = None if timeout_s is None else clock() + timeout_s
     watchdog = _watchdog(timeout_s)
     try:
-        for index, (prompt, params) in enumerate(requests):
-            names.append(_add(engine, f"{tag}{index}", prompt, params, lora_request))
-            running[names[-1]] = Drawn(index)
+        for number, (prompt, params) in requests.items():
+            names.append(_add(engine, f"{tag}{number}", prompt, params, lora_request))
+            running[names[-1]] = Sampled(number)
         while running:
-            for drawn in _take(step(engine), running):
-                finished(drawn)
+            for sampled in _take(step(engine), running):
+                finished(sampled)
             if running and deadline is not None and clock() > deadline:
                 raise GenerateTimeoutError(
                     f"generate: {len(running)} of {len(requests)} completions were not done after "
@@ -192,17 +192,17 @@ def run_requests(
             engine.abort_request(names, internal=True)
 
 
-def _take(outputs: Sequence[Any], running: dict[str, Drawn]) -> Iterator[Drawn]:
+def _take(outputs: Sequence[Any], running: dict[str, Sampled]) -> Iterator[Sampled]:
     """Adds a step's outputs to their requests; takes out those that ended."""
     for output in outputs:
-        drawn = running.get(output.request_id)
-        if drawn is None:  # of a request that was aborted while a step was in flight
+        sampled = running.get(output.request_id)
+        if sampled is None:  # of a request that was aborted while a step was in flight
             continue
-        drawn.token_ids += output.new_token_ids
+        sampled.token_ids += output.new_token_ids
         if output.new_logprobs is not None:  # the first column is the sampled token's
-            drawn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            sampled.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         if output.finish_reason is not None:
-            drawn.finish_reason = str(output.finish_reason)
+            sampled.finish_reason = str(output.finish_reason)
             yield running.pop(output.request_id)
 
 
@@ -260,26 +260,25 @@ class Gather(Groups):
         self._prompts, self._version = prompts, policy_version
         self._drawing = Drawing(n * len(prompts))
 
-    def __call__(self, index: int, drawn: Drawn) -> None:
-        """Takes request ``index``'s output."""
-        prompt, sample = divmod(index, self._n)
-        made = completion(self._prompts[prompt], drawn, self._version)
-        self._drawing.add(len(drawn.token_ids), 1)
+    def __call__(self, sampled: Sampled) -> None:
+        prompt, sample = divmod(sampled.number, self._n)
+        made = completion(self._prompts[prompt], sampled, self._version)
+        self._drawing.add(len(sampled.token_ids), 1)
         self.add(prompt, sample, made)
 
 
-def completion(prompt: tuple[int, ...], drawn: Drawn, policy_version: int) -> Completion:
+def completion(prompt: tuple[int, ...], sampled: Sampled, policy_version: int) -> Completion:
     """fxrl's completion from vLLM's."""
-    reason = _FINISH.get(str(drawn.finish_reason))
+    reason = _FINISH.get(sampled.finish_reason)
     if reason is None:
         raise EngineError(
-            f"vLLM ended a completion of {len(drawn.token_ids)} tokens with "
-            f"{drawn.finish_reason!r} instead of a stop token or the length limit; see its log"
+            f"vLLM ended a completion of {len(sampled.token_ids)} tokens with "
+            f"{sampled.finish_reason!r} instead of a stop token or the length limit; see its log"
         )
     return Completion(
         prompt_token_ids=prompt,
-        token_ids=tuple(drawn.token_ids),
-        logprobs=tuple(drawn.logprobs),
+        token_ids=tuple(sampled.token_ids),
+        logprobs=tuple(sampled.logprobs),
         finish_reason=reason,
         policy_version=policy_version,
     )

@@ -13,9 +13,9 @@ from fxrl.engines.engine import SamplingParamsError
 from fxrl.engines.vllm.options import VllmOptionError
 from fxrl.engines.vllm.requests import (
     OWNED_SAMPLING,
-    Drawn,
     EngineFailedError,
     Gather,
+    Sampled,
     completion,
     run_requests,
     sample_seed,
@@ -73,19 +73,19 @@ def test_seeds_are_all_different_and_spread():
     assert share == pytest.approx(0.5, abs=0.01)
 
 
-def drawn(finish_reason="length"):
-    return Drawn(0, [5, 6], [-5.0, -6.0], finish_reason)
+def sampled(finish_reason="length"):
+    return Sampled(0, [5, 6], [-5.0, -6.0], finish_reason)
 
 
 def test_completions_of_what_was_drawn():
-    made = completion((1,), drawn(), 3)
+    made = completion((1,), sampled(), 3)
     assert (made.token_ids, made.logprobs) == ((5, 6), (-5.0, -6.0))
     assert (made.finish_reason, made.policy_version) == ("length", 3)
 
 
 def test_an_end_that_is_none_of_ours_is_an_error():
     with pytest.raises(EngineError, match="ended a completion of 2 tokens with 'abort'"):
-        completion((1,), drawn("abort"), 0)
+        completion((1,), sampled("abort"), 0)
 
 
 def output(name, token_ids, finish_reason=None):
@@ -130,13 +130,12 @@ class FakeEngine:
         self.known = names
 
 
-REQUESTS = [(10 + i, 20 + i) for i in range(4)]
+REQUESTS = {i: (10 + i, 20 + i) for i in range(4)}
 
 
 def run(engine, **given):
     gather = Gather([(1,), (2,)], 2, 0, given.pop("on_finished", None))
-    finished = lambda drawn: gather(drawn.index, drawn)  # noqa: E731
-    run_requests(engine, REQUESTS, finished=finished, tag="7-", **given)
+    run_requests(engine, REQUESTS, finished=gather, tag="7-", **given)
     return gather
 
 
@@ -154,8 +153,8 @@ def test_results_are_in_order_however_they_end():
 
 def test_a_prompt_without_requests_has_no_completions():
     gather = Gather([(1,), (2,)], 2, 0, None)
-    part = REQUESTS[2:]
-    run_requests(FakeEngine(), part, finished=lambda drawn: gather(2 + drawn.index, drawn))
+    part = {i: REQUESTS[i] for i in (2, 3)}
+    run_requests(FakeEngine(), part, finished=gather)
     assert [len(group) for group in gather.all()] == [0, 2]
 
 
