@@ -9,6 +9,7 @@ for each variant:
     bf16-kv    bf16 weights, KV cache in FP8
     fp8-kv     both in FP8
     vllm-steps bf16, all of whose steps vLLM's own scheduler schedules (``decode_steps=False``)
+    fp8-vllm   fp8 with layers as vLLM multiplies and compiles them (``decode_layers=False``)
 
 Prompts have ``--prompt`` tokens, 8 completions each, EOS ends nothing. A step's time is the slope
 between a short and a long call, so neither prefill nor a call's fixed costs are in it; the fastest
@@ -39,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8-slots": _FP8 | {"max_lora_rank": rl_job.RANK},
     "bf16-kv": _KV,
     "vllm-steps": {"decode_steps": False},
+    "fp8-vllm": _FP8 | {"decode_layers": False},
 }
 """What of the engine's options each variant changes."""
 _SHORT = 16

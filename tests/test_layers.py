@@ -38,7 +38,12 @@ LAYERS = {
 }
 # The public API: importable by name from `fxrl` itself, so it counts as the layer that makes it.
 PUBLIC = {"Config": "config", "losses": "losses", "__version__": "errors"}
-TORCH_DOORS = ("fxrl/capture/_torch.py", "fxrl/capture/_dynamo/", "fxrl/compile/_torch.py")
+TORCH_DOORS = (
+    "fxrl/capture/_torch.py",
+    "fxrl/capture/_dynamo/",
+    "fxrl/compile/_torch.py",
+    "fxrl/engines/vllm/door.py",
+)
 OPEN = {
     "cli",
     "doctor",

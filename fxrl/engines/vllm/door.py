@@ -1,4 +1,5 @@
-"""The door to vLLM: the only file that imports it, and only when an engine is built.
+"""The door to vLLM: the only file that imports it, and what of Inductor compiles its layers, and
+only when an engine is built.
 
 What can be said without vLLM stands elsewhere; this file finds in vLLM what that needs.
 
@@ -14,13 +15,13 @@ import functools
 import importlib.metadata
 import importlib.util
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
-from fxrl.engines.vllm import decode_attention
+from fxrl.engines.vllm import decode_attention, decode_layers
 from fxrl.engines.vllm.build import (
     EngineLoadError,
     cache_bytes,
@@ -127,6 +128,7 @@ def __getattr__(name: str) -> Any:
         "KvOnlyBackend": _backend_class,
         "DecodeCUSTOM": lambda: _attention_class("CUSTOM"),
         "DecodeFLASH_ATTN": lambda: _attention_class("FLASH_ATTN"),
+        "RowChoices": _choices_class,
     }
     if name not in makers:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -250,9 +252,13 @@ def use_decode_steps(symbols: VllmSymbols, options: VllmOptions, llm: Any) -> No
     """Puts fxrl's scheduling of decode steps before vLLM's, where it is wanted, this version's is
     known and its scheduler is in this process."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    known = str(symbols.module.__version__).partition("+")[0] in TESTED["vllm"]
-    if options.decode_steps and known and core is not None and serves(core.scheduler):
+    if options.decode_steps and _known(symbols) and core is not None and serves(core.scheduler):
         decode_steps(core.scheduler).install()
+
+
+def _known(symbols: VllmSymbols) -> bool:
+    """Whether what is private of this version is what fxrl was tested with."""
+    return str(symbols.module.__version__).partition("+")[0] in TESTED["vllm"]
 
 
 def decode_steps(scheduler: Any) -> DecodeSteps:
@@ -260,6 +266,41 @@ def decode_steps(scheduler: Any) -> DecodeSteps:
     from vllm.v1.request import RequestStatus
 
     return DecodeSteps(scheduler, EngineCoreOutput, EngineCoreOutputs, RequestStatus.RUNNING)
+
+
+@contextmanager
+def layers(options: VllmOptions, symbols: VllmSymbols) -> Iterator[dict[str, Any]]:
+    """While an engine is built its layers find fxrl's FP8 kernel and are compiled with fxrl's
+    choices, where that is wanted and this version is known. Yields Inductor's settings for it."""
+    capability = torch.cuda.get_device_capability() if symbols.device == "cuda" else None
+    if not (decode_layers.wanted(options, capability) and _known(symbols)):
+        yield {}
+        return
+    from torch._inductor.virtualized import V
+    from vllm import envs
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    kernels = linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CUDA]
+    invariant = envs.VLLM_BATCH_INVARIANT  # cuBLAS takes other tiles for other batches
+    with ExitStack() as stack:
+        if not invariant:
+            kernel = decode_layers.make_kernel(linear.CutlassFP8ScaledMMLinearKernel)
+            stack.enter_context(decode_layers.offered(kernels, kernel))
+        # The setting is part of vLLM's and Inductor's cache keys; a thread that has compiled
+        # before, as a trainer's has, looks for its handler alone.
+        choices = _choices_class()
+        stack.enter_context(V.set_choices_handler(choices()))
+        yield {"inductor_choices_class": choices}
+
+
+@functools.cache
+def _choices_class() -> type:
+    from torch._inductor.choices import InductorChoices
+
+    made = decode_layers.make_choices(InductorChoices)
+    made.__module__, made.__qualname__ = __name__, "RowChoices"  # caches name it by these
+    return made
 
 
 def attention(options: VllmOptions, device: str) -> AbstractContextManager[None]:

@@ -92,10 +92,11 @@ class VllmEngine:
             else CpuProbe(lambda: built[0].cpu_bytes() if built else {})
         )
         self.ledger.before_load()
-        with door.attention(self.options, symbols.device):
+        attention = door.attention(self.options, symbols.device)
+        with attention, door.layers(self.options, symbols) as inductor:
             llm = build_llm(
                 symbols, self.options, self.model_path, seed, self.ledger,
-                door.WORKER, door.newest_worker,
+                door.WORKER, door.newest_worker, inductor,
             )  # fmt: skip
         self._handle = VllmHandle(llm, symbols, ranks, self.options.max_lora_rank)
         built.append(self._handle)

@@ -64,6 +64,8 @@ _NAMED_BY_VLLM = (
 )
 
 
+_INDUCTOR = "inductor_compile_config"
+
 MOST_SEQUENCES = 1024
 """Of a run at once: beyond it a decode step's time and the sampler's memory grow with them."""
 
@@ -98,6 +100,9 @@ class VllmOptions(Options):
             requests and settings take vLLM's own sampler.
         decode_steps: steps in which each running sequence takes one token are scheduled by fxrl, as
             vLLM would and with less of the host's time, with the vLLM versions that fxrl knows.
+        decode_layers: on Hopper, layers are compiled to keep a norm's row in registers, and FP8
+            products of narrow layers leave their scales to the norm that reads them, with the vLLM
+            versions that fxrl knows. See decode_layers.py.
         decode_attention: steps of one new token a sequence run through fxrl's kernel instead of
             vLLM's FlashAttention: with ``"auto"`` where that was measured to be faster (Hopper, up
             to 512 sequences, ``max_model_len`` up to 4096), with ``"fxrl"`` always, with ``"vllm"``
@@ -139,6 +144,7 @@ class VllmOptions(Options):
     async_scheduling: bool | None = None
     fused_sampler: bool = True
     decode_steps: bool = True
+    decode_layers: bool = True
     decode_attention: Literal["auto", "vllm", "fxrl"] = "auto"
     attention_config: Mapping[str, Any] | None = None
     compilation_config: Mapping[str, Any] | int | None = None
@@ -188,12 +194,14 @@ def engine_arguments(
     utilization: float,
     worker_cls: str,
     has_tokenizer: bool,
+    inductor: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``.
 
     ``known`` are the fields of the installed ``EngineArgs``, ``utilization`` is vLLM's share of the
-    GPU (``build.utilization``), ``worker_cls`` the import path of the worker class. Raises
-    ``VllmOptionError`` for an option that the installed version does not have.
+    GPU (``build.utilization``), ``worker_cls`` the import path of the worker class, ``inductor``
+    settings beside which the user's own win. Raises ``VllmOptionError`` for an option that the
+    installed version does not have.
     """
     check_names("vllm.engine_args", options.engine_args.keys(), known)
     single = options.tensor_parallel_size == 1
@@ -217,6 +225,8 @@ def engine_arguments(
     for name in _NAMED_BY_VLLM:
         if (value := getattr(options, name)) is not None:
             arguments[name] = dict(value) if isinstance(value, Mapping) else value
+    if inductor:
+        arguments["compilation_config"] = _compilation(options.compilation_config, inductor)
     if options.decode_attention == "fxrl" and device != "cpu":
         arguments["attention_config"] = dict(options.attention_config or {}) | {"backend": "CUSTOM"}
     if options.max_lora_rank is not None:
@@ -233,6 +243,13 @@ def engine_arguments(
     arguments |= dict(options.engine_args)
     check_names("vllm options", arguments.keys(), known)
     return arguments
+
+
+def _compilation(
+    given: Mapping[str, Any] | int | None, inductor: Mapping[str, Any]
+) -> dict[str, Any]:
+    config: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
+    return config | {_INDUCTOR: {**inductor, **config.get(_INDUCTOR, {})}}
 
 
 def _executor(single: bool) -> str:
