@@ -97,7 +97,7 @@ def make_kernel(base: Any) -> type:
             depth, width = weight.shape
             self.narrow = width <= depth and scale.shape == (width, 1)
             self.narrow = self.narrow and depth % 16 == width % 16 == 0  # others are padded
-            self.one = torch.ones(1, device=weight.device)
+            self.one = torch.ones(1, dtype=torch.float32, device=weight.device)
 
         def apply_scaled_mm(
             self,
