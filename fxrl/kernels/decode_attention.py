@@ -40,7 +40,9 @@ from fxrl.kernels.decode_schedule import (
 )
 from fxrl.kernels.jit import jit, jit_unspecialized, on_device
 
-_QUERIES = (torch.bfloat16, torch.float16)
+_E4M3 = torch.float8_e4m3fn
+# In which the products of each dtype of caches are: what e4m3 holds, fp16 holds as well.
+_PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, _E4M3: tl.float16}
 
 
 def decode_attention(
@@ -54,6 +56,9 @@ def decode_attention(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     schedule: DecodeSchedule | None = None,
 ) -> Tensor:
@@ -65,17 +70,20 @@ def decode_attention(
     others.
 
     Args:
-        q: ``[R, Hq, D]`` bf16 or fp16, D contiguous and at most 256.
+        q: ``[R, Hq, D]`` bf16, fp16 or e4m3, D contiguous and at most 256.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, any strides with D contiguous
-            (vLLM's NHD and HND), of ``q``'s dtype; Hq is a multiple of Hkv, block_size a power of
-            two.
+            (vLLM's NHD and HND), of ``q``'s dtype or e4m3; Hq is a multiple of Hkv, block_size a
+            power of two.
         block_table: ``[>= R, max_blocks]`` int32; ``block_table[r, i]`` holds the block of tokens
             ``i block_size`` to ``(i + 1) block_size - 1`` of sequence r (in range, not checked).
         seq_lens: ``[>= R]`` int32 on the device. 0 reads nothing and gives zeros.
         scale: of q k^T, e.g. ``D ** -0.5``.
-        out: ``[R, Hq, D]`` with D contiguous, written and returned; made if None.
+        out: ``[R, Hq, D]`` with D contiguous, written and returned; made if None, in bf16 for a
+            ``q`` in e4m3.
         window: only the last so many keys (0: all).
         softcap: scores become ``softcap tanh(scores / softcap)`` (0: unchanged).
+        q_scale, k_scale, v_scale: what an entry in e4m3 stands for is multiplied with: one float32
+            entry each, on the device, read when the kernel runs (None: 1).
         workspace: scratch to reuse; in CUDA graphs it saves a launch.
         schedule: ``schedule_decode`` of these very lengths and tables, which all layers of a step
             may share; made if None, by up to three launches.
@@ -86,7 +94,9 @@ def decode_attention(
     Raises:
         DecodeAttentionError: for shapes, dtypes, strides or devices other than these.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if out is None:
+        made_in = torch.bfloat16 if q.dtype == _E4M3 else q.dtype
+        out = torch.empty(q.shape, dtype=made_in, device=q.device)
     _check(q, k_cache, v_cache, block_table, seq_lens, out, window, softcap)
     rows, q_heads, dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -110,10 +120,11 @@ def decode_attention(
         attend[(workspace.programs,)](
             q, k_cache, v_cache, block_table, out,
             schedule.splits, schedule.work, schedule.roster, schedule.slots,
-            workspace.partial, workspace.arrived, rows, float(scale),
+            workspace.partial, workspace.arrived, rows, float(scale), q_scale, k_scale, v_scale,
             q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
             block_table.stride(0), out.stride(0), out.stride(1),
-            softcap=float(softcap), kv_heads=kv_heads, group=group,
+            softcap=float(softcap), product=_PRODUCTS[k_cache.dtype],
+            kv_heads=kv_heads, group=group,
             lanes=lanes_of(group), members=members_of(group), head_dim=dim,
             dim_padded=max(16, triton.next_power_of_2(dim)), block_size=block_size,
             tile=tuning.tile, record=RECORD, stages=tuning.stages,
@@ -132,9 +143,9 @@ def _check(
     window: int,
     softcap: float,
 ) -> None:
-    if q.dim() != 3 or q.dtype not in _QUERIES or not 1 <= q.shape[2] <= 256:
+    if q.dim() != 3 or q.dtype not in _PRODUCTS or not 1 <= q.shape[2] <= 256:
         raise DecodeAttentionError(
-            f"q {tuple(q.shape)} {q.dtype}: must be [R, Hq, D <= 256] of {_QUERIES}"
+            f"q {tuple(q.shape)} {q.dtype}: must be [R, Hq, D <= 256] of {(*_PRODUCTS,)}"
         )
     if window < 0 or softcap < 0:
         raise DecodeAttentionError(f"window={window}, softcap={softcap}: must be at least 0")
@@ -162,8 +173,8 @@ def _check_cache(name: str, cache: Tensor, q: Tensor, k_cache: Tensor) -> None:
     what = f"{name} {tuple(cache.shape)} {cache.dtype}"
     if cache.dim() != 4 or cache.shape[3] != q.shape[2] or cache.shape != k_cache.shape:
         raise DecodeAttentionError(f"{what}: must be [num_blocks, block_size, Hkv, {q.shape[2]}]")
-    if cache.dtype != q.dtype:
-        raise DecodeAttentionError(f"{what}: must be {q.dtype}, as q")
+    if cache.dtype not in (q.dtype, _E4M3) or cache.dtype != k_cache.dtype:
+        raise DecodeAttentionError(f"{what}: must be {q.dtype}, as q, or both caches {_E4M3}")
     if q.shape[1] % cache.shape[2]:
         raise DecodeAttentionError(f"{what}: {q.shape[1]} query heads are no multiple of its heads")
     if cache.shape[1] & (cache.shape[1] - 1):
@@ -188,6 +199,9 @@ def attend(
     arrived: tl.tensor,
     rows: tl.tensor,
     scale: tl.tensor,
+    q_scale: tl.tensor | None,
+    k_scale: tl.tensor | None,
+    v_scale: tl.tensor | None,
     q_row: tl.tensor,
     q_head: tl.tensor,
     k_block: tl.tensor,
@@ -200,6 +214,7 @@ def attend(
     out_row: tl.tensor,
     out_head: tl.tensor,
     softcap: tl.constexpr,
+    product: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     lanes: tl.constexpr,
@@ -221,7 +236,7 @@ def attend(
     member = lane // group
     d = tl.arange(0, dim_padded)
     # Scores in bits, so that exp2 serves: the softcap is applied before, to what it caps.
-    factor = scale
+    factor = times(times(scale, q_scale), k_scale)
     to_bits: tl.constexpr = 1.4426950408889634
     if softcap == 0.0:
         factor = factor * to_bits
@@ -244,6 +259,7 @@ def attend(
             q + sequence.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :],
             mask=valid, other=0.0,
         )  # fmt: skip
+        query = query.to(product)
         table = block_table + row.to(tl.int64) * table_row
         m = tl.full([lanes], float("-inf"), tl.float32)
         l = tl.zeros([lanes], tl.float32)  # noqa: E741
@@ -262,7 +278,7 @@ def attend(
                 + (head * v_head + d)[None, :],
                 mask=inside, other=0.0,
             )  # fmt: skip
-            s = tl.dot(query, tl.trans(k)) * factor
+            s = tl.dot(query, tl.trans(k.to(product))) * factor
             if softcap != 0.0:
                 s = (
                     softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * to_bits / softcap)) + 1.0)
@@ -272,8 +288,9 @@ def attend(
             p = tl.exp2(s - m_new[:, None])
             decay = tl.exp2(m - m_new)
             l = l * decay + tl.sum(p, 1)  # noqa: E741
-            acc = acc * decay[:, None] + tl.dot(p.to(query.dtype), v)
+            acc = acc * decay[:, None] + tl.dot(p.to(product), v.to(product))
             m = m_new
+        acc = times(acc, v_scale)
 
         if (size == 1) & (results == 1):
             target = out + row.to(tl.int64) * out_row + heads[:, None] * out_head + d[None, :]
@@ -306,6 +323,14 @@ def attend(
 
         item = next_item(arrived, items, programs)
         row, size, nth, low, high = split_of(work, item // kv_heads, record)
+
+
+@jit
+def times(a: tl.tensor, scale: tl.tensor | None) -> tl.tensor:
+    """``a`` times the entry that ``scale`` points to, if there is one."""
+    if scale is not None:
+        a = a * tl.load(scale)
+    return a
 
 
 # -- handing out and merging its work

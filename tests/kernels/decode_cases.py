@@ -27,6 +27,7 @@ class Case:
     seq_lens: torch.Tensor
     keys: list
     values: list
+    scales: dict
 
     def tensors(self):
         return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
@@ -34,12 +35,20 @@ class Case:
 
 def make_case(
     lengths, *, q_heads=4, kv_heads=2, dim=64, block_size=16, dtype=torch.bfloat16,
-    layout="NHD", device="cpu", seed=0, prefixes=(),
+    layout="NHD", device="cpu", seed=0, prefixes=(), cached=None,
 ):  # fmt: skip
     """Random keys and values in randomly ordered blocks; block 0 belongs to nobody.
 
     prefixes: (row, earlier row, blocks): the row begins with so many blocks of the earlier one.
+    cached: the cache's dtype, if it is not the query's, ``dtype``; what is in FP8 has a scale.
     """
+    cached = dtype if cached is None else cached
+    kinds = {"q_scale": dtype, "k_scale": cached, "v_scale": cached}
+    scales = {
+        name: torch.tensor([0.75 + i / 2], device=device)
+        for i, (name, kind) in enumerate(kinds.items())
+        if kind.itemsize == 1
+    }
     given = {row: (other, blocks) for row, other, blocks in prefixes}
     gen = torch.Generator().manual_seed(seed)
     counts = [-(-n // block_size) for n in lengths]
@@ -56,33 +65,39 @@ def make_case(
         other, begun = given.get(row, (0, 0))
         mine = [*table[other, :begun].tolist(), *(owned.pop() for _ in range(count - begun))]
         table[row, :count] = torch.tensor(mine, dtype=torch.int32)
-        pair = torch.randn(2, n, kv_heads, dim, generator=gen).to(dtype)
+        pair = torch.randn(2, n, kv_heads, dim, generator=gen).to(cached)
         if begun:
-            pair[0, : begun * block_size] = keys[other][: begun * block_size].to(dtype)
-            pair[1, : begun * block_size] = values[other][: begun * block_size].to(dtype)
+            pair[0, : begun * block_size] = keys[other][: begun * block_size].to(cached)
+            pair[1, : begun * block_size] = values[other][: begun * block_size].to(cached)
         for i, block in enumerate(mine):
             part = pair[:, i * block_size : (i + 1) * block_size]
             cache[block, :, : part.shape[1]] = part.float()
         keys.append(pair[0].double())
         values.append(pair[1].double())
-    cache = memory.to(device).to(dtype).permute(order)
-    q = torch.randn(len(lengths), q_heads, dim, generator=gen).to(dtype) * 2
+    cache = memory.to(device).to(cached).permute(order)
+    q = (torch.randn(len(lengths), q_heads, dim, generator=gen) * 2).to(dtype)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     k_cache, v_cache = cache.unbind(1)
-    return Case(q.to(device), k_cache, v_cache, table.to(device), seq_lens.to(device), keys, values)
+    return Case(
+        q.to(device), k_cache, v_cache, table.to(device), seq_lens.to(device), keys, values, scales
+    )
 
 
 def reference(case, scale, window=0, softcap=0.0):
     """``[R, Hq, D]`` in float64."""
-    q = case.q.double().cpu()
+    q_scale, k_scale, v_scale = (
+        case.scales[name].item() if name in case.scales else 1.0
+        for name in ("q_scale", "k_scale", "v_scale")
+    )
+    q = case.q.double().cpu() * q_scale
     out = torch.zeros_like(q)
     for row, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
         first = max(0, len(keys) - window) if window else 0
         if len(keys) == first:
             continue
         group = q.shape[1] // keys.shape[1]
-        k = keys[first:].repeat_interleave(group, 1)
-        v = values[first:].repeat_interleave(group, 1)
+        k = keys[first:].repeat_interleave(group, 1) * k_scale
+        v = values[first:].repeat_interleave(group, 1) * v_scale
         scores = torch.einsum("hd,nhd->hn", q[row], k) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -95,7 +110,7 @@ def check(case, *, tuning=None, scale=None, window=0, softcap=0.0):
     rows, q_heads, dim = case.q.shape
     kv_heads, device = case.k_cache.shape[2], case.q.device
     scale = dim**-0.5 if scale is None else scale
-    options = {"window": window, "softcap": softcap}
+    options = {"window": window, "softcap": softcap, **case.scales}
     space = DecodeWorkspace(rows, q_heads, kv_heads, dim, device, tuning)
     space.partial.fill_(math.nan)
     got = decode_attention(*case.tensors(), scale, workspace=space, **options)
@@ -105,8 +120,9 @@ def check(case, *, tuning=None, scale=None, window=0, softcap=0.0):
     assert torch.equal(got, again)
     assert not space.arrived.any()
     want = reference(case, scale, window, softcap)
-    # Probabilities are rounded to q's dtype before they meet the values, and so is the result.
-    step = torch.finfo(case.q.dtype).eps
+    # Probabilities are rounded to the products' dtype, q's or fp16, before they meet the values,
+    # and the result to its own.
+    step = torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.double().cpu(), want, rtol=step, atol=2 * step)
     return got
 
@@ -174,6 +190,12 @@ def main():
     check(
         make_case([100, 20], block_size=64, dtype=half), tuning=DecodeTuning(tile=32, min_tiles=1)
     )
+    fp8 = torch.float8_e4m3fn
+    for query in (half, fp8):
+        check(make_case(mixed, dtype=query, cached=fp8), tuning=small)
+        check(
+            make_case([100, 20, 0], dtype=query, cached=fp8), tuning=small, window=37, softcap=5.0
+        )
     check_prefixes(4, 2, 4 * 96 + 2 * 64, dim=16)
     check_prefixes(16, 1, 0, dim=16)
     print("all agree")

@@ -44,6 +44,18 @@ def test_options_on_gpu(block_size, options):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 513, "softcap": 8.0}], ids=str)
+def test_caches_in_fp8_on_gpu(dtype, options):
+    for layout in ("NHD", "HND"):
+        case = cases.make_case(
+            MIXED, q_heads=16, kv_heads=4, dim=128, dtype=dtype, layout=layout, device="cuda",
+            cached=torch.float8_e4m3fn,
+        )  # fmt: skip
+        cases.check(case, **options)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "spared"), [((8, 4), 4 * 96 + 2 * 64), ((8, 2), 3 * 96 + 2 * 64), ((32, 2), 0)]
 )

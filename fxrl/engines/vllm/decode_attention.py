@@ -2,8 +2,8 @@
 
 ``make_backend`` derives it from vLLM's FlashAttention classes as they are handed in, so this file
 imports no vLLM. Where every sequence of a step has one new token, attention runs ``decode``;
-everything else (prefill, mixed steps, cascades, ALiBi, sinks, encoder layers, quantized caches)
-runs what was derived from.
+everything else (prefill, mixed steps, cascades, ALiBi, sinks, encoder layers, caches in e5m2 or
+with a scale for each head) runs what was derived from.
 
 NOTE [Where the kernel runs unasked]
 Completions of a prompt are what a rollout decodes, and their prompt's keys are read once for
@@ -14,7 +14,8 @@ alike the kernel takes 0.66 to 1.03 of FlashAttention 3's time for up to 512 seq
 heads; with Qwen3-1.7B's 0.84 to 0.98 for 1 to 128 sequences (``bench.decode_kernels``), but 1.14
 for 140 of 1000 tokens, 1.1 for 64 mixed ones of up to 6350 and for one of 32768. So ``"auto"``
 takes it on Hopper, for steps of up to ``AUTO_ROWS`` sequences of engines with contexts of up to
-``AUTO_CONTEXT``; all else is vLLM's. Near both limits at once it was not timed.
+``AUTO_CONTEXT``; all else is vLLM's. Near both limits at once it was not timed, and caches in FP8,
+which it reads at half the bytes, were not either: ``"auto"`` leaves them to vLLM.
 
 It is registered in FlashAttention's own place then, which vLLM's registry allows: vLLM goes on
 choosing by itself, and a model for which it chooses another backend (MLA, sinks, head sizes) never
@@ -60,6 +61,7 @@ AUTO_ROWS = 512
 AUTO_CONTEXT = 4096
 AUTO_CAPABILITY = (9, 0)
 UNQUANTIZED = ("auto", "float16", "bfloat16")
+_FP8 = ("fp8", "fp8_e4m3")
 
 
 def place(
@@ -226,10 +228,11 @@ def _implementation(
             output_block_scale: Tensor | None = None,
         ) -> Tensor:
             scaled = output_scale is not None or output_block_scale is not None
-            window = None
+            scales = window = None
             if self.fxrl_workspace is not None and attn_metadata is not None and not scaled:
+                scales = _scales(self, layer, query)
                 window = _decode_window(self, query, attn_metadata, max_rows)
-            if window is None:
+            if scales is None or window is None:
                 result: Tensor = super().forward(
                     layer, query, key, value, kv_cache, attn_metadata, output,
                     output_scale, output_block_scale,
@@ -246,6 +249,7 @@ def _implementation(
                 output.view(output.shape[0], self.num_heads, self.head_size)[:rows],
                 softcap=float(self.logits_soft_cap or 0.0),
                 schedule=_schedule(self, attn_metadata, window, make),
+                **scales,
                 **common,
             )  # fmt: skip
             return output
@@ -296,7 +300,7 @@ def _layer_fits(impl: Any) -> bool:
         attn_type == "decoder"
         and impl.alibi_slopes is None
         and getattr(impl, "sinks", None) is None
-        and impl.kv_cache_dtype in UNQUANTIZED
+        and impl.kv_cache_dtype in (*UNQUANTIZED, *_FP8)
         and impl.head_size <= 256
         and not getattr(impl, "batch_invariant_enabled", False)
         and getattr(impl, "dcp_world_size", 1) <= 1
@@ -312,7 +316,7 @@ def _decode_window(impl: Any, query: Tensor, metadata: Any, max_rows: int) -> in
         and metadata.causal is True
         and getattr(metadata, "mm_prefix_range_tensor", None) is None
         and getattr(metadata, "rswa_prefix_lens", None) is None
-        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
         and rows <= min(max_rows, query.shape[0])
     )
     if not plain:
@@ -324,6 +328,17 @@ def _decode_window(impl: Any, query: Tensor, metadata: Any, max_rows: int) -> in
     return int(left) + 1 if left >= 0 else 0
 
 
+def _scales(impl: Any, layer: Any, query: Tensor) -> dict[str, Tensor] | None:
+    """What entries in FP8 are multiplied with, by ``decode``'s names; empty for a cache that has
+    none, None if heads have scales of their own. vLLM hands queries over in FP8 or not."""
+    if impl.kv_cache_dtype not in _FP8:
+        return {}
+    scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+    if query.dtype == torch.float8_e4m3fn:
+        scales["q_scale"] = layer._q_scale
+    return scales if all(scale.numel() == 1 for scale in scales.values()) else None
+
+
 def _pair_dimension(backend: Any) -> int | None:
     """The dimension, of size 2, that separates keys from values in the cache (vLLM 0.25); None
     without one."""
@@ -333,7 +348,9 @@ def _pair_dimension(backend: Any) -> int | None:
 
 
 def _keys_and_values(kv_cache: Tensor, pair: int | None, head_size: int) -> tuple[Tensor, Tensor]:
-    """Two views ``[blocks, tokens, heads, D]`` of vLLM's cache."""
+    """Two views ``[blocks, tokens, heads, D]`` of vLLM's cache, which holds e4m3 as bytes."""
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)
     if pair is not None:
         return kv_cache.select(pair, 0), kv_cache.select(pair, 1)
     if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * head_size:

@@ -78,10 +78,10 @@ def step(**changes):
 CACHE = torch.arange(3 * 2 * 16 * 2 * 8.0).view(3, 2, 16, 2, 8)
 
 
-def forward(impl, metadata, dtype=torch.bfloat16, tokens=4, scale=None, cache=CACHE):
-    query = torch.zeros(tokens, 4, 8, dtype=dtype)
-    output = torch.zeros(tokens, 32, dtype=dtype)
-    return impl.forward(None, query, None, None, cache, metadata, output, scale)
+def forward(impl, metadata, dtype=torch.bfloat16, tokens=4, scale=None, cache=CACHE, layer=None):
+    query = torch.zeros(tokens, 4, 8).to(dtype)
+    output = torch.zeros(tokens, 32, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    return impl.forward(layer, query, None, None, cache, metadata, output, scale)
 
 
 def test_a_decode_step_runs_ours_on_vllms_buffers():
@@ -144,6 +144,28 @@ def test_the_later_layout_of_the_cache(monkeypatch):
         forward(impl, step(), cache=later[..., :8])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_a_cache_in_fp8_is_read_with_the_layers_scales(dtype):
+    """vLLM keeps its bytes; queries come in FP8 or not."""
+    calls = []
+    impl = backend(calls).get_impl_cls()(kv_cache_dtype="fp8")
+    layer = types.SimpleNamespace(
+        _q_scale=torch.tensor(0.5), _k_scale=torch.tensor(2.0), _v_scale=torch.tensor(3.0)
+    )
+    held = (CACHE / 16).to(torch.float8_e4m3fn)
+    out = forward(impl, step(), dtype, cache=held.view(torch.uint8), layer=layer)
+    assert out.dtype == torch.bfloat16
+    (query, k_cache, v_cache, *_), options = calls[0]
+    assert query.dtype == dtype
+    assert torch.equal(k_cache.float(), held[:, 0].float())
+    assert torch.equal(v_cache.float(), held[:, 1].float())
+    assert options["k_scale"] is layer._k_scale
+    assert options["v_scale"] is layer._v_scale
+    assert options.get("q_scale") is (layer._q_scale if dtype.itemsize == 1 else None)
+    layer._k_scale = torch.ones(2)  # of each head
+    assert forward(impl, step(), dtype, cache=held, layer=layer) == "theirs"
+
+
 def test_layers_of_equal_heads_share_scratch():
     made = backend([]).get_impl_cls()
     assert made().fxrl_workspace is made().fxrl_workspace
@@ -194,7 +216,7 @@ def test_other_calls_are_vllms():
         {"alibi_slopes": torch.ones(4)},
         {"sinks": torch.ones(4)},
         {"attn_type": "encoder_only"},
-        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
         {"head_size": 512},
         {"batch_invariant_enabled": True},
         {"dcp_world_size": 2},
