@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fxrl.engines import Completion
-
-if TYPE_CHECKING:
-    from fxrl.rl.report.timing import Clock
 
 Row = dict[str, Any]
 """One question: the dataset's columns."""
@@ -128,46 +125,6 @@ class Rollout(Experience):
             }
             for drawn, advantage in (pairs[i * len(pairs) // count] for i in range(count))
         ]
-
-
-class Source(Protocol):
-    """Where each step's experience comes from: rollouts (``Rollouter``) or the data themselves
-    (``Examples``). All else of a run is the same for both."""
-
-    @property
-    def headline(self) -> tuple[str, str]:
-        """The metrics that a run is judged by: a step's, and an evaluation's without ``eval/``."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether an engine draws it."""
-
-    @property
-    def rows_each(self) -> int:
-        """Sequences of a step for each row of the data that it takes."""
-
-    def experience(
-        self,
-        take: Callable[[int], Sequence[Any]],
-        state: Callable[[], TrainerState],
-        clock: Clock,
-    ) -> Experience:
-        """The experience of a step; ``take(n)`` gives the next ``n`` rows of the training data."""
-
-    def evaluate(
-        self, data: Sequence[Any], state: TrainerState, measure: Callable[[Experience], Metrics]
-    ) -> Metrics:
-        """Metrics of held-out data, each named ``eval/...``. ``measure`` gives loss and metrics of
-        an experience without training on it."""
-
-    def largest(self) -> Sequence[TokenRow]:
-        """A unit of rows as long as they may become."""
-
-    def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """Warnings that a step's metrics give rise to."""
-
-    def failures(self) -> list[str]:
-        """Messages about what was retried or skipped since the last call."""
 
 
 def of_completion(completion: Completion, worth: float, name: str = "advantages") -> TokenRow:

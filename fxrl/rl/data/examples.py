@@ -258,7 +258,7 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Training data as they are, and the ``Source`` of steps on them."""
+    """Training data as they are, and what steps on them take the place of a ``Rollouter`` by."""
 
     split: Split  # units of tokens
     tokenizer: Any
@@ -283,7 +283,7 @@ class Examples:
     def evaluate(
         self, data: Sequence[Unit], state: TrainerState, measure: Callable[[Experience], Metrics]
     ) -> Metrics:
-        """The loss and its metrics of held-out units."""
+        """The loss and its metrics of held-out units, by ``measure``, which does not train."""
         return {f"eval/{name}": value for name, value in measure(self._chosen(data)).items()}
 
     def _chosen(self, units: Sequence[Unit]) -> Experience:

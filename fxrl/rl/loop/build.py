@@ -40,7 +40,8 @@ from fxrl.rl.loop.models import find_base, load_base, load_teacher, pick_device,
 from fxrl.rl.loop.scoring import Scorers, make_scorers, step_maker
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.progress import Reporter
-from fxrl.rl.types import Batch, Source
+from fxrl.rl.rollout.rollouter import Rollouter
+from fxrl.rl.types import Batch
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class RunParts:
     tokenizer: Any
     engine: Engine
     data: Questions | Examples
-    source: Source
+    source: Rollouter | Examples
     stream: PromptStream
     updater: Updater  # ``updater.step`` is the train step
     scorers: Scorers

@@ -33,9 +33,9 @@ from fxrl.rl.report.files import Tell
 from fxrl.rl.report.progress import Stage
 from fxrl.rl.rollout.chat import Chat
 from fxrl.rl.rollout.function import RolloutFunction
-from fxrl.rl.rollout.rollouter import Rollouter
+from fxrl.rl.rollout.rollouter import Player, Rollouter
 from fxrl.rl.rollout.tools import Tools, user_code
-from fxrl.rl.rollout.turns import Conversation, Player
+from fxrl.rl.rollout.turns import Conversation
 from fxrl.rl.rollout.verifiers import VerifiersPlayer
 from fxrl.rl.types import Row
 

@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from fxrl.errors import optional, reason_of
 from fxrl.files import refuse_links, write_text
@@ -28,26 +28,83 @@ IDS = "trackers.json"
 """File in run_dir: by tracker the id of its run, which a resumed run goes on with."""
 
 
-class Sink(Protocol):
-    """Where one tracker's numbers go."""
+class Tracker(Callback):
+    """Passes a run's numbers to a package, which a subclass calls. ``tell`` is called once if that
+    fails, and the run goes on without it. Raises ``MissingPackageError`` if it is not installed."""
+
+    name: ClassVar[str]  # in ``log_to``, and as it is installed
+    module: ClassVar[str] = ""  # where that is not its name
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._runs = tell, False
+        self.package = optional(self.module or self.name, f"log_to={self.name!r}", self.name)
+
+    def start(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> str | None:
+        """Start the tracker's run, or go on with that of ``run_id``; its id, if it has one."""
+        raise NotImplementedError
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Finite numbers of ``step``; a resumed run may write a step again."""
+        raise NotImplementedError
 
     def close(self, *, failed: bool) -> None:
         """The run is over."""
+        raise NotImplementedError
+
+    def on_train_begin(
+        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
+    ) -> None:
+        file = Path(config.run_dir) / IDS
+        try:
+            ids = json.loads(file.read_text()) if file.is_file() else {}
+            if run_id := self.start(config, state, ids.get(self.name)):
+                write_text(file, json.dumps(ids | {self.name: run_id}) + "\n")
+        # The packages raise whatever their many clients raise; it means the same to the user.
+        except Exception as error:
+            raise TrackerError(
+                f"log_to={self.name!r}: its run cannot be started: {reason_of(error)}; log in, or "
+                f"leave {self.name} out of log_to"
+            ) from error
+        self._runs = True
+
+    def on_log(
+        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
+    ) -> None:
+        values = {
+            name: float(value)
+            for name, value in kwargs["logs"].items()
+            if isinstance(value, int | float) and math.isfinite(value) and name != "step"
+        }
+        self._try(lambda: self.write(state.global_step, values))
+
+    def on_train_end(
+        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
+    ) -> None:
+        self._try(lambda: self.close(failed=kwargs["error"] is not None))
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            if self._runs:
+                action()
+        except Exception as error:
+            self._runs = False
+            self._tell(
+                f"{self.name}: {reason_of(error)}; nothing more goes there, metrics.jsonl has the "
+                "numbers"
+            )
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Events in ``run_dir/tensorboard``; those of steps that come again are purged."""
 
-    def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
-        tensorboard = optional("torch.utils.tensorboard", "log_to=tensorboard")
+    name, module = "tensorboard", "torch.utils.tensorboard"
+
+    def start(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
         self._folder = refuse_links(Path(config.run_dir) / "tensorboard")
         for file in self._folder.glob("*"):  # the writer would go through one of its next name
             refuse_links(file)
         first = state.global_step + 1
-        self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=first)
+        self._writer = self.package.SummaryWriter(str(self._folder), purge_step=first)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)  # else the writer's thread raises
@@ -59,7 +116,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run of Weights & Biases, called as run_dir.
 
     NOTE [Steps are a metric of their own]
@@ -67,9 +124,10 @@ class Wandb:
     checkpoint would lose its curve there, so the step is logged as a number and made the axis.
     """
 
-    def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
-        wandb = optional("wandb", "log_to=wandb", "wandb")
-        self._run = wandb.init(
+    name = "wandb"
+
+    def start(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> str:
+        self._run = self.package.init(
             project=config.project,
             name=Path(config.run_dir).name,
             dir=config.run_dir,
@@ -80,7 +138,7 @@ class Wandb:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self.run_id: str = self._run.id
+        return str(self._run.id)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
@@ -89,21 +147,23 @@ class Wandb:
         self._run.finish(exit_code=int(failed))
 
 
-class Trackio:
+class Trackio(Tracker):
     """A run of trackio, called as run_dir with a mark of its own behind: trackio goes on with the
     newest run of a name, and folders of several runs may have one name."""
 
-    def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
-        trackio = optional("trackio", "log_to=trackio", "trackio")
+    name = "trackio"
+
+    def start(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> str:
         name = Path(config.run_dir).name
         resumed = run_id is not None or state.global_step > 0
-        self.run_id = run_id or (name if resumed else f"{name}-{secrets.token_hex(3)}")
-        self._run = trackio.init(
+        named = run_id or (name if resumed else f"{name}-{secrets.token_hex(3)}")
+        self._run = self.package.init(
             project=config.project,
-            name=self.run_id,
+            name=named,
             config=as_table(config),
             resume="allow" if resumed else "never",
         )
+        return named
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -112,99 +172,30 @@ class Trackio:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of MLflow, called as run_dir; the configuration is its artifact ``config.json``."""
 
-    def __init__(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> None:
-        self._mlflow = mlflow = optional("mlflow", "log_to=mlflow", "mlflow")
-        mlflow.set_experiment(config.project)
-        run = mlflow.start_run(
-            run_id=run_id,
-            run_name=Path(config.run_dir).name,
-            nested=mlflow.active_run() is not None,
-        )
-        self.run_id: str = run.info.run_id
-        mlflow.log_dict(as_table(config), "config.json", run_id=self.run_id)
+    name = "mlflow"
+
+    def start(self, config: TrainConfig, state: TrainerState, run_id: str | None) -> str:
+        self.package.set_experiment(config.project)
+        nested = self.package.active_run() is not None
+        name = Path(config.run_dir).name
+        run = self.package.start_run(run_id=run_id, run_name=name, nested=nested)
+        self._run_id = str(run.info.run_id)
+        self.package.log_dict(as_table(config), "config.json", run_id=self._run_id)
+        return self._run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step, run_id=self.run_id)
+        self.package.log_metrics(dict(values), step=step, run_id=self._run_id)
 
     def close(self, *, failed: bool) -> None:
-        self._mlflow.end_run("FAILED" if failed else "FINISHED")
-
-
-class Tracker(Callback):
-    """Passes a run's numbers to a sink. ``open_sink`` starts the tracker's run, or continues the
-    one whose id it is given; ``tell`` is called once if the tracker fails, and the run goes on
-    without it."""
-
-    def __init__(
-        self,
-        name: str,
-        open_sink: Callable[[TrainConfig, TrainerState, str | None], Sink],
-        tell: Tell,
-    ) -> None:
-        self.name, self._open, self._tell = name, open_sink, tell
-        self._sink: Sink | None = None
-
-    def on_train_begin(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None:
-        """Starts the tracker's run, or goes on with it."""
-        file = Path(config.run_dir) / IDS
-        try:
-            ids = json.loads(file.read_text()) if file.is_file() else {}
-            self._sink = self._open(config, state, ids.get(self.name))
-            if run_id := getattr(self._sink, "run_id", None):
-                write_text(file, json.dumps(ids | {self.name: run_id}) + "\n")
-        # The packages raise whatever their many clients raise; it means the same to the user.
-        except Exception as error:
-            raise TrackerError(
-                f"log_to={self.name!r}: its run cannot be started: {reason_of(error)}; log in, or "
-                f"leave {self.name} out of log_to"
-            ) from error
-
-    def on_log(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None:
-        values = {
-            name: float(value)
-            for name, value in kwargs["logs"].items()
-            if isinstance(value, int | float) and math.isfinite(value) and name != "step"
-        }
-        self._try(lambda sink: sink.write(state.global_step, values))
-
-    def on_train_end(
-        self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
-    ) -> None:
-        self._try(lambda sink: sink.close(failed=kwargs["error"] is not None))
-
-    def _try(self, action: Callable[[Sink], None]) -> None:
-        if self._sink is None:
-            return
-        try:
-            action(self._sink)
-        except Exception as error:
-            self._sink = None
-            self._tell(
-                f"{self.name}: {reason_of(error)}; nothing more goes there, metrics.jsonl has the "
-                "numbers"
-            )
-
-
-_MODULES = {"tensorboard": "torch.utils.tensorboard"}
-_SINKS: Mapping[str, Callable[[TrainConfig, TrainerState, str | None], Sink]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "trackio": Trackio,
-    "mlflow": MLflow,
-}
+        self.package.end_run("FAILED" if failed else "FINISHED")
 
 
 def trackers(config: TrainConfig, tell: Tell) -> list[Tracker]:
     """A tracker, not yet started, for each name in ``log_to``. Raises ``MissingPackageError`` if a
     package is not installed."""
+    kinds = {kind.name: kind for kind in (TensorBoard, Wandb, Trackio, MLflow)}
     names = [n for n in dict.fromkeys(config.log_to) if config.tensorboard or n != "tensorboard"]
-    for name in names:
-        optional(_MODULES.get(name, name), f"log_to={name!r}", name)
-    return [Tracker(name, _SINKS[name], tell) for name in names]
+    return [kinds[name](tell) for name in names]

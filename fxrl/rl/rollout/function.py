@@ -88,7 +88,7 @@ class RolloutFunction:
         self._stop_ids = getattr(engine, "eos_token_ids", None) or {builder.tokenizer.eos_token_id}
 
     def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
-        """See ``Player.play``; all groups are over at once."""
+        """As ``Conversation.play``; all groups are over at once."""
         n, prompts = asked.params.n, [self.builder.prompt(asked.rows[row]) for row in asked.mine]
         repeated = [prompt for prompt in prompts for _ in range(n)]
         if not repeated:

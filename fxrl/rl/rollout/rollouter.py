@@ -45,9 +45,11 @@ from fxrl.rl.data.questions import Prompt, PromptBuilder, majority_baseline
 from fxrl.rl.data.rewards import Reward
 from fxrl.rl.report.progress import Stage, told
 from fxrl.rl.report.timing import Clock
+from fxrl.rl.rollout.function import RolloutFunction
 from fxrl.rl.rollout.judge import Judge
 from fxrl.rl.rollout.metrics import RewardWatch, step_metrics
-from fxrl.rl.rollout.turns import Assignment, Player
+from fxrl.rl.rollout.turns import Assignment, Conversation
+from fxrl.rl.rollout.verifiers import VerifiersPlayer
 from fxrl.rl.types import (
     Drawn,
     Experience,
@@ -60,6 +62,8 @@ from fxrl.rl.types import (
 )
 
 T = TypeVar("T")
+Player = Conversation | RolloutFunction | VerifiersPlayer
+"""Plays rollouts of several turns."""
 
 ENGINE_SYNC = ("fold", "restore", "sync")
 """Parts of ``Engine.timings`` that a ``generate`` call spends on handing over the policy."""
@@ -71,10 +75,12 @@ RIGHT = 0.99
 
 @dataclass
 class Rollouter:
-    """Generates and judges completions of dataset rows (``Source``)."""
+    """Where each step's experience comes from: completions of dataset rows, drawn and judged.
+    ``fxrl.rl.data.examples.Examples`` is the same for data that are trained on as they are."""
 
+    # The metrics that a run is judged by: a step's, and an evaluation's without ``eval/``.
     headline: ClassVar[tuple[str, str]] = ("reward", "accuracy")
-    draws: ClassVar[bool] = True
+    draws: ClassVar[bool] = True  # by an engine
 
     engine: Engine
     builder: PromptBuilder
@@ -88,7 +94,7 @@ class Rollouter:
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
-        self.rows_each = self.config.sampling.num_generations
+        self.rows_each = self.config.sampling.num_generations  # of a step, for a row of the data
         self._retried: list[str] = []
         self._critic = self.config.loss_info().critic is not None
         self._idle = RewardWatch(by_group=not self._critic)
@@ -189,7 +195,8 @@ class Rollouter:
         state: Callable[[], TrainerState],
         clock: Clock,
     ) -> Rollout:
-        """A training step's completions with their advantages; see ``Source``."""
+        """A training step's completions with their advantages; ``take(n)`` gives the next ``n``
+        rows of the training data."""
         config = self.config
         num, wanted = config.sampling.num_generations, config.prompts_per_step
         drawn: list[Drawn] = []
@@ -265,7 +272,7 @@ class Rollouter:
         }
 
     def largest(self) -> list[TokenRow]:
-        """See ``Source``."""
+        """A row as long as one may become."""
         tokens = self.longest + self.config.sampling.max_tokens
         ids, half = (0,) * tokens, tokens // 2
         row = Completion(ids[:half], ids[half:], (0.0,) * (tokens - half), "length", 0)

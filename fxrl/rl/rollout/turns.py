@@ -25,7 +25,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from fxrl.engines import Completion, SamplingParams
 from fxrl.rl.data.questions import Message, PromptBuilder
@@ -52,20 +52,6 @@ class Assignment:
     params: SamplingParams
     state: TrainerState
     generate: Generate
-
-
-class Player(Protocol):
-    """Plays rollouts of several turns."""
-
-    def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
-        """Numbers of rows and their completions, each as soon as the last of them is over.
-
-        What a row's environments hold can be asked until the next call.
-
-        Raises:
-            ToolError: a tool, an environment or a function failed.
-            EngineError: generation failed.
-        """
 
 
 @dataclass(slots=True)

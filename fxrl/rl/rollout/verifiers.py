@@ -41,7 +41,7 @@ class VerifiersPlayer:
     config: RolloutConfig
 
     def play(self, asked: Assignment) -> Iterator[tuple[int, Group]]:
-        """See ``Player.play``."""
+        """As ``Conversation.play``."""
         num = asked.params.n
         places = [row * num + i for row in asked.mine for i in range(num)]
         keywords, template = self.builder.config.chat_template_kwargs, self.config.response_template
