@@ -134,7 +134,9 @@ def jsonable(value: Any) -> Any:
 
 
 class Reporter:
-    """How a run tells people what happens."""
+    """How a run tells people what happens: lines, in a log file, a pipe, a notebook. What is being
+    done gets one where it is new, and again after ``QUIET_S`` without any. A context manager,
+    around all of the run."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock, self.start = console, clock, clock()
@@ -143,89 +145,8 @@ class Reporter:
         self._step_began = self.start
         self._step_seconds: list[float] = []  # of this process, whatever else was done between
         self._samples: Sequence[Mapping[str, Any]] = ()
-
-    @contextmanager
-    def stage(self, text: str) -> Iterator[Say]:
-        """See ``Stage``."""
-        depth, kind, since = len(self.open), "", self.clock()
-
-        def say(words: str) -> None:
-            nonlocal kind, since
-            if (new := words.partition(":")[0]) != kind:
-                kind, since = new, self.clock()
-            self.open[depth:] = [(words, since)]
-            self.changed(kind, words)
-
-        say(text)
-        try:
-            yield say
-        finally:
-            del self.open[depth:]
-
-    def changed(self, kind: str, words: str) -> None:
-        """Change the words for what is being done; those before the colon are its ``kind``."""
-
-    def begin(self, total: int, done: int) -> None:
-        """The loop begins: ``total`` steps, ``done`` of them by a run that is resumed."""
-        self.total, self.done = total, done
-        self._step_began = self.clock()
-
-    def seconds_left(self) -> float | None:
-        """Estimated by the median of the last steps. The first step, which captures and compiles,
-        counts only while it is the only one; before its end nothing is known."""
-        if not self._step_seconds:
-            return None
-        each = statistics.median((self._step_seconds[1:] or self._step_seconds)[-RECENT_STEPS:])
-        spent = min(each, self.clock() - self._step_began)
-        return max(0.0, each * (self.total - self.done) - spent)
-
-    def message(self, text: str) -> None:
-        """A sentence for the user."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def stopping(self, text: str) -> None:
-        """A message after which the process may be ended at any moment."""
-        self.message(text)
-
-    def show(self, found: RenderableType) -> None:
-        """Print a table, to stay."""
-        self.console.print(found)
-
-    def report(self, report: Report) -> None:
-        """Show what ``fxrl.optimize`` did, after the first step."""
-        self.show(report)
-
-    def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """One step's metrics and sample completions."""
-        now = self.clock()
-        self._step_seconds.append(now - self._step_began)
-        self._step_began = now
-        self.done, self._samples = record["step"], samples or self._samples
-
-    def show_last(self) -> None:
-        """Print what was seen last once more, to stay."""
-        samples, self._samples = self._samples, ()
-        if samples:
-            self.show(completions_table(samples))
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """The end of the run."""
-        self.show_last()
-        table = Table(title="summary", show_header=False)
-        for name, value in values.items():
-            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-            table.add_row(name, Text(shown))
-        self.show(table)
-
-
-class LogReporter(Reporter):
-    """Lines: in a log file, a pipe, a notebook. What is being done gets one where it is new, and
-    again after ``QUIET_S`` without any. A context manager, around all of the run."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, clock)
-        self._known: set[str] = set()
         self._sampled = False  # the first step's completions are written; the last one's at the end
+        self._known: set[str] = set()
         self._written = self.start
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick_on, name="progress", daemon=True)
@@ -250,7 +171,26 @@ class LogReporter(Reporter):
             if now - self._written >= max(QUIET_S, (now - since) / 4):
                 self.stage_line(f"{words} ({now - since:.0f} s)", now - self.start)
 
+    @contextmanager
+    def stage(self, text: str) -> Iterator[Say]:
+        """See ``Stage``."""
+        depth, kind, since = len(self.open), "", self.clock()
+
+        def say(words: str) -> None:
+            nonlocal kind, since
+            if (new := words.partition(":")[0]) != kind:
+                kind, since = new, self.clock()
+            self.open[depth:] = [(words, since)]
+            self.changed(kind, words)
+
+        say(text)
+        try:
+            yield say
+        finally:
+            del self.open[depth:]
+
     def changed(self, kind: str, words: str) -> None:
+        """Change the words for what is being done; those before the colon are its ``kind``."""
         if kind not in self._known:
             self._known.add(kind)
             self.stage_line(words, self.clock() - self.start)
@@ -259,18 +199,42 @@ class LogReporter(Reporter):
         """Writes that ``text`` is being done, ``seconds`` after the start."""
         self.message(f"{seconds:6.1f} s  {text}")
 
+    def begin(self, total: int, done: int) -> None:
+        """The loop begins: ``total`` steps, ``done`` of them by a run that is resumed."""
+        self.total, self.done = total, done
+        self._step_began = self.clock()
+
+    def seconds_left(self) -> float | None:
+        """Estimated by the median of the last steps. The first step, which captures and compiles,
+        counts only while it is the only one; before its end nothing is known."""
+        if not self._step_seconds:
+            return None
+        each = statistics.median((self._step_seconds[1:] or self._step_seconds)[-RECENT_STEPS:])
+        spent = min(each, self.clock() - self._step_began)
+        return max(0.0, each * (self.total - self.done) - spent)
+
     def message(self, text: str) -> None:
+        """A sentence for the user."""
         self._written = self.clock()
         self.console.out(text, highlight=False)
 
+    def stopping(self, text: str) -> None:
+        """A message after which the process may be ended at any moment."""
+        self.message(text)
+
     def show(self, found: RenderableType) -> None:
-        """Without colours, which a console that began on a terminal would write into a file too,
-        and without the blanks that fill a terminal's lines."""
+        """Print a table, to stay: without colours, which a console that began on a terminal would
+        write into a file too, and without the blanks that fill a terminal's lines."""
         for parts in self.console.render_lines(found, pad=False):
             self.console.out("".join(part.text for part in parts).rstrip(), highlight=False)
 
+    def report(self, report: Report) -> None:
+        """Show what ``fxrl.optimize`` did, after the first step."""
+        self.show(report)
+
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        super().step(record, samples)
+        """One step's metrics and sample completions."""
+        self._count(record, samples)
         columns = (*COLUMNS[1:], *EXAMPLE_COLUMNS)
         words = [f"{name} {_cell(record, key, form)}" for name, key, form in columns]
         shown = "  ".join(word for word in words if not word.endswith(" -"))
@@ -280,15 +244,36 @@ class LogReporter(Reporter):
             self._sampled = True
             Reporter.show_last(self)
 
+    def _count(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        now = self.clock()
+        self._step_seconds.append(now - self._step_began)
+        self._step_began = now
+        self.done, self._samples = record["step"], samples or self._samples
 
-class PatientReporter(LogReporter):
+    def show_last(self) -> None:
+        """Print what was seen last once more, to stay."""
+        samples, self._samples = self._samples, ()
+        if samples:
+            self.show(completions_table(samples))
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """The end of the run."""
+        self.show_last()
+        table = Table(title="summary", show_header=False)
+        for name, value in values.items():
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+            table.add_row(name, Text(shown))
+        self.show(table)
+
+
+class PatientReporter(Reporter):
     """Only what takes longer than ``QUIET_S``: for commands whose answer is all that is wanted."""
 
     def changed(self, kind: str, words: str) -> None:
         """Nothing is written for new words alone."""
 
 
-class JsonReporter(LogReporter):
+class JsonReporter(Reporter):
     """One JSON object per event; a step's line is its line of ``metrics.jsonl``."""
 
     def _line(self, event: str, values: Mapping[str, Any]) -> None:
@@ -318,7 +303,7 @@ def broken(text: str, width: int) -> str:
     return folded(text.splitlines(), width, further=0)
 
 
-class LiveReporter(LogReporter):
+class LiveReporter(Reporter):
     """A view on a terminal that is drawn anew several times a second, whatever the run does; lines
     where the terminal has been closed and the run goes on in a file."""
 
@@ -357,10 +342,14 @@ class LiveReporter(LogReporter):
         if self._closed:
             super().message(text)
         else:
-            Reporter.message(self, broken(text, self.console.width))
+            text = broken(text, self.console.width)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, found: RenderableType) -> None:
-        (LogReporter if self._closed else Reporter).show(self, found)
+        if self._closed:
+            super().show(found)
+        else:
+            self.console.print(found)
 
     def stopping(self, text: str) -> None:
         """Gives the terminal its cursor back: a second signal leaves no time for that."""
@@ -397,7 +386,10 @@ class LiveReporter(LogReporter):
         return bar
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        (LogReporter if self._closed else Reporter).step(self, record, samples)
+        if self._closed:
+            super().step(record, samples)
+        else:
+            self._count(record, samples)
         self._recent.append(record)
 
     def show_last(self) -> None:
@@ -410,9 +402,7 @@ class LiveReporter(LogReporter):
             self.show(table)
 
 
-def reporter_on(
-    console: Console, *, json: bool, log: type[LogReporter] = LogReporter
-) -> LogReporter:
+def reporter_on(console: Console, *, json: bool, log: type[Reporter] = Reporter) -> Reporter:
     """The reporter that suits the console; ``log`` where it is no terminal."""
     if json:
         return JsonReporter(console)

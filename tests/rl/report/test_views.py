@@ -19,7 +19,7 @@ from fxrl.ir.on_miss import MissedRewriteWarning
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.rl.report import progress
 from fxrl.rl.report.files import JsonLines, read_lines
-from fxrl.rl.report.progress import JsonReporter, LogReporter, reporter_on, told, warned
+from fxrl.rl.report.progress import JsonReporter, Reporter, reporter_on, told, warned
 
 RECORDS = [
     {"step": i, "reward": i / 9, "reward_std": 0.1, "kl": 0.01 * i, "loss": None}
@@ -153,7 +153,7 @@ class Clock:
 
 def test_a_log_says_what_is_being_done_once_and_again_when_it_is_quiet():
     stream, clock = io.StringIO(), Clock()
-    log = LogReporter(Console(file=stream, width=80), clock)
+    log = Reporter(Console(file=stream, width=80), clock)
     with log.stage("loading: a [model]") as say:
         clock.now += 4
         say("converting: 1 of 9 [parts]")
@@ -251,7 +251,7 @@ def test_a_message_leaves_the_view_as_it_is():
 
 def test_what_is_left_is_known_from_the_second_step_on():
     """However long a step takes; the first one captures, so it counts only while it is alone."""
-    for reporter in (LogReporter, progress.LiveReporter):
+    for reporter in (Reporter, progress.LiveReporter):
         stream, clock = io.StringIO(), Clock()
         told = reporter(Console(file=stream, force_terminal=True, width=80), clock)
         clock.now += 60
@@ -268,7 +268,7 @@ def test_what_is_left_is_known_from_the_second_step_on():
         assert told.seconds_left() == 6 * 100 - 30
         clock.now += 900
         assert told.seconds_left() == 5 * 100, "the step under way is no news for the others"
-        if reporter is LogReporter:
+        if reporter is Reporter:
             assert "0:10:00 left" in stream.getvalue()
         else:
             with told.console.capture() as capture:
@@ -280,7 +280,7 @@ def test_what_is_left_is_known_from_the_second_step_on():
 def test_a_thread_writes_while_the_run_is_busy(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
-    with LogReporter(Console(file=stream, width=80)) as log, log.stage("capturing"):
+    with Reporter(Console(file=stream, width=80)) as log, log.stage("capturing"):
         for _ in range(1000):
             if "capturing (" in stream.getvalue():
                 break
@@ -292,11 +292,11 @@ def test_the_first_words_do_not_wait_for_torch(tmp_path):
     """Of the command itself: when it begins to speak, nothing heavy is imported."""
     (tmp_path / "a.toml").touch()
     code = (
-        "import sys\nfrom fxrl.cli import main\nfrom fxrl.rl.report.progress import LogReporter\n"
+        "import sys\nfrom fxrl.cli import main\nfrom fxrl.rl.report.progress import Reporter\n"
         "def first(self, kind, words):\n"
         "    print(words, *{'torch', 'numpy', 'transformers'} & {*sys.modules}, sep='; ')\n"
         "    sys.exit(0)\n"
-        f"LogReporter.changed = first\nmain(['train', {str(tmp_path / 'a.toml')!r}])"
+        f"Reporter.changed = first\nmain(['train', {str(tmp_path / 'a.toml')!r}])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "importing PyTorch\n"
@@ -359,7 +359,7 @@ def test_a_run_says_what_it_does_from_the_import_to_the_end(config_file, capsys)
 
 def test_micro_batches_are_told_one_by_one(config_file, monkeypatch):
     said = []
-    monkeypatch.setattr(LogReporter, "changed", lambda self, kind, words: said.append(words))
+    monkeypatch.setattr(Reporter, "changed", lambda self, kind, words: said.append(words))
     words = ["run_dir=out", "steps=1", "micro_batch_tokens=64", "eval.size=0"]
     assert main(["train", str(config_file), *words]) == 0
     for what in ("scoring", "training"):
