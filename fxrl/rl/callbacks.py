@@ -100,9 +100,13 @@ class Events:
                 continue
             try:
                 function(self.config, state, self.control, **{**self.given, **values})
+            except FxrlError as error:
+                failed = failed or error
             # User code may raise anything; the run must be saved and the callback named.
             except Exception as error:
-                failed = failed or _named(callback, event, error)
+                named = CallbackError(f"callback {type(callback).__name__}.{event} {raised(error)}")
+                named.__cause__ = error
+                failed = failed or named
         if failed is not None:
             raise failed
 
@@ -112,11 +116,3 @@ class Events:
         value = bool(getattr(self.control, name))
         setattr(self.control, name, False)
         return value
-
-
-def _named(callback: object, event: str, error: Exception) -> Exception:
-    if isinstance(error, FxrlError):
-        return error
-    named = CallbackError(f"callback {type(callback).__name__}.{event} {raised(error)}")
-    named.__cause__ = error
-    return named

@@ -31,6 +31,7 @@ from fxrl.rl.report.output import LOG, Output, silent
 from fxrl.rl.report.progress import READING, broken, reporter_on
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
+ENDING = "{name}: the run ends when what it is doing lets go; a second {name} ends it at once"
 
 
 def main(
@@ -62,7 +63,7 @@ def main(
         try:
             with (
                 reporter_on(console, json=json) as reporter,
-                told_if_slow(lambda name: reporter.stopping(_ending(name))),
+                told_if_slow(lambda name: reporter.stopping(ENDING.format(name=name))),
             ):
                 _check_compile_cache()
                 # PyTorch's import takes longer than a typing error.
@@ -107,10 +108,6 @@ def _check_compile_cache() -> None:
             f"{name}={folder}: compiled code cannot be kept there: {error.strerror}; give another "
             "folder, or unset it"
         ) from error
-
-
-def _ending(name: str) -> str:
-    return f"{name}: the run ends when what it is doing lets go; a second {name} ends it at once"
 
 
 def _message_event(text: str) -> str:

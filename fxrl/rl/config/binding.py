@@ -276,13 +276,9 @@ class _Suggester:
         (``optim="adamw"``: ``optim.name``), else all that it has."""
         if self._near.get(table.rpartition(".")[2], table) != table:
             return self(table)
-        keys = sorted(name[len(table) + 1 :] for name in self._names if _above(name) == table)
+        above = (name.rpartition(".") for name in self._names)
+        keys = sorted(key for outer, _, key in above if outer == table)
         return f"; its keys are {', '.join(keys)}"
-
-
-def _above(name: str) -> str:
-    """The table that a key stands in."""
-    return name.rpartition(".")[0]
 
 
 def _untyped(value: Any) -> Any:

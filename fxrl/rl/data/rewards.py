@@ -186,11 +186,7 @@ GIVEN = ("prompts", "completions", "completion_ids", "rows", "trainer_state")
 
 
 def check_arguments(rewards: Sequence[Reward], columns: Iterable[str]) -> None:
-    """Refuses a function that asks for what no call would give it.
-
-    Raises:
-        BadConfigError: it names the parameter.
-    """
+    """Refuses, by a ``BadConfigError``, a function that asks for what no call would give it."""
     names = (*GIVEN, *columns)
     for reward in rewards:
         for one in inspect.signature(reward.function).parameters.values():
@@ -226,11 +222,7 @@ def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def awaited(awaitable: Any, limit: float | None) -> Any:
-    """What it comes to.
-
-    Raises:
-        TimeLimitError: it has not after ``limit`` seconds, and is cancelled.
-    """
+    """What it comes to. Raises ``TimeLimitError``, and cancels it, after ``limit`` seconds."""
     task = asyncio.ensure_future(awaitable)
     done, _ = await asyncio.wait([task], timeout=limit)
     if not done:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class TrainingIteration:
         """The whole step. Raises ``FxrlError`` if something fails; the attributes then say how far
         it got."""
         clock, parts, config = self.clock, self.parts, self.config
+        stage, updater = parts.reporter.stage, parts.updater
         self._seed_other_ranks()
         found = self.experience = parts.source.experience(self._take, self._state, clock)
         self.engine_state = parts.engine.state_dict()
@@ -60,13 +61,16 @@ class TrainingIteration:
         with ExitStack() as standby:
             with clock.phase("release"):
                 standby.enter_context(parts.engine.standby())
-            with clock.phase("score"), self._doing("scoring: making micro-batches") as say:
+            what = "scoring: making micro-batches"
+            with clock.phase("score"), stage(what) as say, told("fxrl", say):
                 batches, padding = scored_batches(config, parts, found, say)
                 self.record |= padding
-            words = f"{found.num_tokens} tokens in micro-batches: {len(batches)}"
-            with clock.phase("train"), self._doing(f"training: {words}"):
-                # Dynamic sampling may have dropped every group.
-                updates = self._updates(batches) if found.rows else [parts.updater.no_update()]
+            what = f"training: {found.num_tokens} tokens in micro-batches: {len(batches)}"
+            with clock.phase("train"), stage(what) as say, told("fxrl", say):
+                times = range(config.num_iterations)
+                updates = [updater.no_update()]  # dynamic sampling may have dropped every group
+                if found.rows:
+                    updates = [updater.update(batches, self.number) for _ in times]
             self.trained = True
             self.record |= mean_of(updates) | found.metrics
             with clock.phase("wake"):
@@ -111,16 +115,6 @@ class TrainingIteration:
 
     def _state(self) -> TrainerState:
         return TrainerState(self.number, self.config.steps, self.parts.stream.epoch)
-
-    @contextmanager
-    def _doing(self, what: str) -> Iterator[Say]:
-        """``Stage``, in which captures, compilations and micro-batches are told."""
-        with self.parts.reporter.stage(what) as say, told("fxrl", say):
-            yield say
-
-    def _updates(self, batches: list[Batch]) -> list[Metrics]:
-        updater, times = self.parts.updater, self.config.num_iterations
-        return [updater.update(batches, self.number) for _ in range(times)]
 
 
 def hand_over(parts: RunParts, version: int) -> None:

@@ -122,8 +122,7 @@ class Chat(ChatTemplate):
         # NOTE [Tokens in are tokens out]; without arguments, which may spell anything.
         stand_in: Message = {"role": "assistant", "content": ""}
         if calls := said.get("tool_calls"):
-            bare = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
-            stand_in["tool_calls"] = bare
+            stand_in["tool_calls"] = [with_arguments(call, {}) for call in calls]
         before = self.render(_QUESTION, schemas)
         whole = self.render([*_QUESTION, stand_in, *answers], schemas, ask=True)
         if not whole.startswith(before):
@@ -284,3 +283,8 @@ def _call(number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A message's call. Mistral's templates want ids of nine letters and digits."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call{number:05d}", "type": "function", "function": function}
+
+
+def with_arguments(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """A message's call with other arguments."""
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -29,7 +29,7 @@ from fxrl.engines import Completion, SamplingParams
 from fxrl.errors import shown
 from fxrl.rl.data.questions import Message, PromptBuilder, Schema
 from fxrl.rl.errors import ToolError
-from fxrl.rl.rollout.chat import Chat
+from fxrl.rl.rollout.chat import Chat, with_arguments
 from fxrl.rl.rollout.turns import Transcript
 
 Reply = Mapping[str, Any]
@@ -226,16 +226,10 @@ def _plain(message: Any) -> Message:
         content = "".join(part["text"] for part in content)
     plain = {**message, "content": content or ""}
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _table(call["function"])}}
-            for call in calls
-        ]
+        given = [call["function"].get("arguments") or {} for call in calls]
+        tables = [json.loads(one) if isinstance(one, str) else one for one in given]
+        plain["tool_calls"] = [*map(with_arguments, calls, tables)]
     return plain
-
-
-def _table(function: Mapping[str, Any]) -> Any:
-    arguments = function.get("arguments") or "{}"
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _essence(message: Message) -> Any:
@@ -281,17 +275,9 @@ def _wire(reply: Reply) -> dict[str, Any]:
     """The message as the protocol has it: arguments are a text."""
     said = {**reply["message"]}
     if calls := said.get("tool_calls"):
-        said["tool_calls"] = [
-            {
-                **call,
-                "index": number,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"]),
-                },
-            }
-            for number, call in enumerate(calls)
-        ]
+        texts = [json.dumps(call["function"]["arguments"]) for call in calls]
+        written = map(with_arguments, calls, texts)
+        said["tool_calls"] = [{**call, "index": at} for at, call in enumerate(written)]
     return said
 
 
@@ -310,11 +296,8 @@ def _events(reply: Reply, asked: Mapping[str, Any]) -> Iterator[bytes]:
     for delta, reason in ((_wire(reply), None), ({}, reply["finish_reason"])):
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
         yield b"data: " + _json({**head, "choices": [choice]}) + b"\n\n"
-    yield (
-        b"data: "
-        + _json({**head, "choices": [], "usage": reply["usage"]})
-        + b"\n\ndata: [DONE]\n\n"
-    )
+    yield b"data: " + _json({**head, "choices": [], "usage": reply["usage"]}) + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 def _json(value: Any) -> bytes:

@@ -87,11 +87,8 @@ class Worker:
 
 
 class Caller:
-    """Calls the user's functions (NOTE [Which thread calls, and when]).
-
-    Args:
-        timeout_s: seconds of one call; ``None`` waits for ever.
-    """
+    """Calls the user's functions (NOTE [Which thread calls, and when]); ``timeout_s`` is of one
+    call, and ``None`` waits for ever."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
@@ -135,11 +132,8 @@ class Caller:
             ) from None
 
     async def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
-        """What ``function`` returns; what it raises is raised here.
-
-        Raises:
-            TimeLimitError: it took longer than ``timeout_s``.
-        """
+        """What ``function`` returns; what it raises is raised here. Raises ``TimeLimitError`` if it
+        took longer than ``timeout_s``."""
         if inspect.iscoroutinefunction(function):
             return await awaited(_contained(function(**arguments)), self.timeout_s)
         async with self._one_at_a_time:

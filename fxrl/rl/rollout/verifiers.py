@@ -54,7 +54,7 @@ class VerifiersPlayer:
             for turn in itertools.count():
                 self._turn(asked, endpoint, dict(zip(places, talks, strict=True)), turn)
                 run.check()
-                over = [row for row, group in groups.items() if run.over.issuperset(group)]
+                over = [row for row, group in groups.items() if run.found.keys() >= {*group}]
                 for row in over:
                     group = groups.pop(row)
                     yield row, self._told([(talks[i], run.found[i]) for i in group])
@@ -139,15 +139,8 @@ class Episodes:
         else:
             self._loop.close()
 
-    @property
-    def over(self) -> set[int]:
-        return set(self.found)
-
     def check(self) -> None:
-        """
-        Raises:
-            ToolError: what runs the episodes has failed.
-        """
+        """Raises ``ToolError`` if what runs the episodes has failed."""
         if self._error is not None:
             raise ToolError(f"data.verifiers: {shown(self._error, 1000)}") from self._error
 
