@@ -100,7 +100,8 @@ class OutlineLayers(Pass[LayerSite]):
         for owner, layer in _layers(gm):
             if layer.nodes not in known:
                 known[layer.nodes] = signature(layer.nodes)
-            key = (owner is gm, known[layer.nodes], layer.kinds_of_barriers)
+            barriers = tuple(str(node.target) for node, _ in layer.barriers)
+            key = (owner is gm, known[layer.nodes], barriers)
             alike.setdefault(key, []).append((owner, layer))
         for group in alike.values():
             yield from _judged(tuple(group))
@@ -186,9 +187,8 @@ def _judged(layers: tuple[tuple[fx.GraphModule, Layer], ...]) -> Iterator[LayerS
     site = LayerSite(anchor, 0, layers)
     try:
         if len(layer.parts) > _MANY_PARTS:
-            barrier = layer.barriers[0]
-            why = f"{len(layer.parts)} parts: %{barrier.node} {barrier.reason}"
-            raise Refusal(f"fall into {why}", at=barrier.node)
+            node, why = layer.barriers[0]
+            raise Refusal(f"fall into {len(layer.parts)} parts: %{node} {why}", at=node)
         for part in layer.parts:
             find_outline(owner.graph, part)
     except Refusal as refusal:

@@ -117,14 +117,7 @@ class Positions:
     count: str
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """Every entry is ``value``."""
-
-    value: int | bool
-
-
-Known = Positions | Constant
+Known = Positions | int | bool  # a number where every entry is that
 
 _COMPARE: dict[Any, Callable[[Any, Any], bool]] = {
     aten.eq.Scalar: operator.eq,
@@ -138,8 +131,8 @@ _SAME = (*COPIES, aten.expand.default)
 
 def known(node: Any) -> Known | None:
     """The value of ``node`` in closed form; None if the graph alone does not tell it."""
-    if isinstance(node, (int, bool)):
-        return Constant(node)
+    if isinstance(node, int):
+        return node
     if not is_tensor(node) or node.op != "call_function":
         return None
     made = _made(node)
@@ -148,8 +141,7 @@ def known(node: Any) -> Known | None:
     if is_call(node, aten.add.Tensor, aten.sub.Tensor):
         return _sum(node)
     if is_call(node, aten.cumsum.default):
-        source = known(node.args[0])
-        return Constant(0) if source in (Constant(0), Constant(False)) else None
+        return 0 if known(node.args[0]) == 0 else None
     if is_call(node, aten.cat.default):
         return _joined(node)
     if is_call(node, aten.index.Tensor):
@@ -163,18 +155,16 @@ def _made(node: fx.Node) -> Known | None:
     """A tensor made from nothing: a range, or one value."""
     if is_call(node, aten.arange.default) and len(node.args) == 1:
         return Positions(-1, 0, str(shape_of(node)[0]))
-    number = filled_with_whole(node)
-    return None if number is None else Constant(number)
+    return filled_with_whole(node)
 
 
 def _compared(node: fx.Node) -> Known | None:
     left, right = known(node.args[0]), known(node.args[1])
-    if not (isinstance(left, Constant) and isinstance(right, Constant)):
+    if not (isinstance(left, int) and isinstance(right, int)):
         return None
     if node.target in _COMPARE:
-        return Constant(_COMPARE[node.target](left.value, right.value))
-    both = val_of(node).dtype == torch.bool
-    return Constant(bool(left.value and right.value)) if both else None
+        return _COMPARE[node.target](left, right)
+    return bool(left and right) if val_of(node).dtype == torch.bool else None
 
 
 def _sum(node: fx.Node) -> Known | None:
@@ -182,13 +172,13 @@ def _sum(node: fx.Node) -> Known | None:
         return None
     left, right = known(node.args[0]), known(node.args[1])
     sign = -1 if node.target is aten.sub.Tensor else 1
-    if isinstance(right, Constant) and left is not None:
-        if isinstance(left, Constant):
-            return Constant(left.value + sign * right.value)
-        return replace(left, offset=left.offset + sign * right.value)
-    both = isinstance(left, Positions) and isinstance(right, Positions)
-    if sign == -1 and both and (left.dim, left.count) == (right.dim, right.count):  # type: ignore[union-attr]
-        return Constant(left.offset - right.offset)  # type: ignore[union-attr]
+    if isinstance(left, int) and isinstance(right, int):
+        return left + sign * right
+    if isinstance(left, Positions) and isinstance(right, int):
+        return replace(left, offset=left.offset + sign * right)
+    if isinstance(left, Positions) and isinstance(right, Positions) and sign == -1:
+        same = (left.dim, left.count) == (right.dim, right.count)
+        return left.offset - right.offset if same else None
     return None
 
 
@@ -226,11 +216,11 @@ def _view(node: fx.Node) -> Known | None:
     inner = known(source)
     if inner is None:
         return None
-    if isinstance(inner, Constant):
+    if isinstance(inner, int):
         views = (aten.unsqueeze.default, aten.slice.Tensor, aten.squeeze.dim, aten.view.default)
         if node.target not in (*_SAME, *views):
             return None
-        return Constant(bool(inner.value)) if val_of(node).dtype == torch.bool else inner
+        return bool(inner) if val_of(node).dtype == torch.bool else inner
     rank = len(shape_of(node))
     if is_call(node, aten.unsqueeze.default):
         at = int(node.args[1]) % rank - rank  # type: ignore[arg-type]

@@ -38,14 +38,6 @@ _NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*\.\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Barrier:
-    """A call that stays outside of compiled bodies, and why."""
-
-    node: fx.Node
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of a graph."""
 
@@ -53,18 +45,14 @@ class Layer:
     site: str  # its name as a site, such as ``0:model.layers.3``
     # The nodes between barriers, in order; parts without work are left out.
     parts: tuple[tuple[fx.Node, ...], ...]
-    barriers: tuple[Barrier, ...]  # the calls that split it
+    # The calls that split it, as they stay outside of compiled bodies, and why.
+    barriers: tuple[tuple[fx.Node, str], ...]
 
     def at(self, path: str) -> Layer:
         """An equal layer that the module at ``path`` is."""
         match = _NUMBERED.match(path)
         site = f"{self.site.partition(':')[0]}:{path}"
         return replace(self, path=path if match is None else match[1], site=site)
-
-    @property
-    def kinds_of_barriers(self) -> tuple[str, ...]:
-        """What the barriers call, in order."""
-        return tuple(str(barrier.node.target) for barrier in self.barriers)
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -91,17 +79,16 @@ def layer_nodes(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 def split_layer(path: str, nodes: Sequence[fx.Node]) -> Layer:
     """Split a layer's nodes into parts at the barriers, which cannot be inside a body."""
-    stages, barriers = _stages(nodes)
-    _sink_weights(nodes, stages, {barrier.node for barrier in barriers})
+    stages, barriers, blocked = _stages(nodes)
+    _sink_weights(nodes, stages, blocked)
     count = 1 + max(stages.values(), default=-1)
-    blocked = {barrier.node for barrier in barriers} | _items(barriers)
     parts = []
     for stage in range(count):
         part = tuple(n for n in nodes if stages.get(n) == stage and n not in blocked)
         if has_work(part):
             parts.append(part)
     capture = site_name(nodes[0]).partition(":")[0] if nodes else ""
-    return Layer("", f"{capture}:", tuple(parts), tuple(barriers)).at(path)
+    return Layer("", f"{capture}:", tuple(parts), tuple(barriers.items())).at(path)
 
 
 def has_work(nodes: Iterable[fx.Node]) -> bool:
@@ -123,13 +110,14 @@ def is_weight(node: fx.Node) -> bool:
 
 
 # ---------------------------------------------------------------------------- stages
-def _stages(nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], list[Barrier]]:
-    """Stage 0 is what needs no barrier's result, stage 1 what needs one of stage 0, and so on.
-
-    So a part never depends on itself through a barrier, whatever the order of the nodes.
-    """
+def _stages(
+    nodes: Sequence[fx.Node],
+) -> tuple[dict[fx.Node, int], dict[fx.Node, str], set[fx.Node]]:
+    """Stage 0 is what needs no barrier's result, stage 1 what needs one of stage 0, and so on: so a
+    part never depends on itself through a barrier, whatever the order of the nodes. Then the
+    barriers, each with its reason, and these with the elements of their results."""
     stages: dict[fx.Node, int] = {}
-    barriers: list[Barrier] = []
+    barriers: dict[fx.Node, str] = {}
     blocked: set[fx.Node] = set()
     drawn = 0
     for node in nodes:
@@ -140,7 +128,7 @@ def _stages(nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], list[Barrier]
         reason = None if counts else illegal(node)
         item = is_call(node, operator.getitem) and node.args[0] in blocked
         if reason is not None:
-            barriers.append(Barrier(node, reason))
+            barriers[node] = reason
         if reason is not None or item:
             blocked.add(node)
         before = [
@@ -153,16 +141,12 @@ def _stages(nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], list[Barrier]
             drawn = stages[node] = max(before)
         stages[node] = max(before, default=0)
     held = {node: stage for node, stage in stages.items() if not _is_count(node)}
-    return held, barriers
+    return held, barriers, blocked
 
 
 def _is_count(node: fx.Node) -> bool:
     """Whether it is a number, such as how many rows were chosen; a part never holds one."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool))
-
-
-def _items(barriers: Iterable[Barrier]) -> set[fx.Node]:
-    return {u for b in barriers for u in b.node.users if is_call(u, operator.getitem)}
 
 
 def _sink_weights(

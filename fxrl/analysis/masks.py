@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.attention import Constant, Positions, known
+from fxrl.analysis.attention import Positions, known
 from fxrl.ir.graph import (
     RESHAPES,
     TRANSPOSES,
@@ -148,7 +148,7 @@ class _Reader:
 
     def _factors(self, args: Iterable[Any], axes: Axes) -> list[str]:
         """Those that are not true everywhere."""
-        return [self._argument(arg, axes) for arg in args if known(arg) != Constant(True)]
+        return [self._argument(arg, axes) for arg in args if known(arg) is not True]
 
     def _argument(self, arg: Any, axes: Axes) -> str:
         if isinstance(arg, (bool, int, float)) and isfinite(arg):
@@ -161,9 +161,9 @@ class _Reader:
 
     def _number(self, node: fx.Node, axes: Axes) -> str:
         made = known(node)
-        if not isinstance(made, Constant):
+        if not isinstance(made, int):
             return self._argument(node, axes)
-        return repr(float(made.value) if val_of(node).is_floating_point() else int(made.value))
+        return repr(float(made) if val_of(node).is_floating_point() else int(made))
 
     def _cast(self, node: fx.Node, axes: Axes) -> str:
         source: Any = node.args[0]

@@ -10,7 +10,7 @@ Autograd then saves what the region's cut says, and nothing else of its inside.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -109,7 +109,7 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
     return Outline(
         ordered,
         tuple(n for n in inputs if n not in inside and _example(n) is not None),
-        tuple(n for n in ordered if _read_outside(n, inside)),
+        tuple(n for n in ordered if is_tensor(n) and not inside.issuperset(_readers(n))),
     )
 
 
@@ -172,9 +172,9 @@ def _example(node: fx.Node) -> torch.Tensor | None:
     return tensor_val(node)
 
 
-def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether a tensor is read outside; reading its size does not count."""
-    return is_tensor(node) and any(u not in inside and not _is_size(u) for u in node.users)
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Those of its values; to read a size does not count."""
+    return (user for user in node.users if not _is_size(user))
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -212,8 +212,8 @@ def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> None:
     # Looking at all of the graph for each of many outlines adds up; most need no sizes, and fit in.
     inside = set(found.nodes)
     readers = [u for n in found.nodes for u in n.users if _is_size(u) and u.users]
-    known = [n for n in gm.graph.nodes if not _hangs_on(n, inside)] if readers else []
-    sizes = SizeTable(gm.graph, known)
+    known = (n for n in gm.graph.nodes if inside.isdisjoint((n, *n.all_input_nodes)))
+    sizes = SizeTable(gm.graph, [*known] if readers else [])
     fits = not readers and all(node < found.outputs[0] for node in found.inputs)
     with gm.graph.inserting_before(found.outputs[0]):
         for reader in readers:
@@ -230,7 +230,3 @@ def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> None:
             gm.graph.erase_node(node)
     if not fits:
         topological_sort(gm.graph)
-
-
-def _hangs_on(node: fx.Node, inside: set[fx.Node]) -> bool:
-    return node in inside or any(arg in inside for arg in node.all_input_nodes)

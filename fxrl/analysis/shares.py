@@ -162,6 +162,13 @@ def _of(into: SharedGraph, node: object) -> Share:
     return share
 
 
+def _along(into: SharedGraph, node: fx.Node) -> tuple[Share, list[int]]:
+    """The share of an op's operand, and the dims (one, several or all) that the op is along."""
+    given = bound(node)
+    rank = len(shape_of(given["self"]))
+    return _of(into, given["self"]), dims_of(given.get("dim", given.get("dims")), rank)
+
+
 def _apart(node: fx.Node, share: Share, dims: Sequence[int]) -> None:
     if share.dim in dims:
         raise Refusal(f"{op_name(node)} runs over the {share.many}")
@@ -215,20 +222,16 @@ def _pointwise(into: SharedGraph, node: fx.Node) -> Step:
 
 
 def _same_dims(into: SharedGraph, node: fx.Node) -> Step:
-    """Runs along one dim (``dim``, or all of ``dims``) and leaves it there."""
-    given = bound(node)
-    share = _of(into, given["self"])
-    dims = given["dim"] if "dim" in given else given["dims"]
-    _apart(node, share, dims_of(dims, len(shape_of(given["self"]))))
+    """Runs along its dims and leaves them there."""
+    share, dims = _along(into, node)
+    _apart(node, share, dims)
     return Step(_of_each(node, share))
 
 
 def _reduction(into: SharedGraph, node: fx.Node) -> Step:
-    given = bound(node)
-    share = _of(into, given["self"])
-    dims = dims_of(given.get("dim"), len(shape_of(given["self"])))
+    share, dims = _along(into, node)
     _apart(node, share, dims)
-    if not given.get("keepdim"):
+    if not bound(node).get("keepdim"):
         share = replace(share, dim=share.dim - sum(dim < share.dim for dim in dims))
     return Step(_of_each(node, share))
 
@@ -347,8 +350,8 @@ def _permute(into: SharedGraph, node: fx.Node) -> Step:
 def _slice(into: SharedGraph, node: fx.Node) -> Step:
     given = bound(node)
     source = given["self"]
-    share, rank = _of(into, source), len(shape_of(source))
-    if dims_of(given["dim"], rank)[0] != share.dim:
+    share, (dim,) = _along(into, node)
+    if dim != share.dim:
         return Step(share)
     if is_equal(shape_of(node)[share.dim], shape_of(source)[share.dim]):
         return Step(share, same=source)
@@ -364,9 +367,7 @@ def _slice(into: SharedGraph, node: fx.Node) -> Step:
 
 
 def _select(into: SharedGraph, node: fx.Node) -> Step:
-    given = bound(node)
-    share = _of(into, given["self"])
-    (dim,) = dims_of(given["dim"], len(shape_of(given["self"])))
+    share, (dim,) = _along(into, node)
     if dim == share.dim:
         raise Refusal(f"one {share.one} of each {share.whole} is picked")
     return Step(replace(share, dim=share.dim - (dim < share.dim)))
@@ -374,9 +375,7 @@ def _select(into: SharedGraph, node: fx.Node) -> Step:
 
 def _split(into: SharedGraph, node: fx.Node) -> Step:
     """``split`` and, where the dim goes, ``unbind``."""
-    given = bound(node)
-    share = _of(into, given["self"])
-    (dim,) = dims_of(given["dim"], len(shape_of(given["self"])))
+    share, (dim,) = _along(into, node)
     _apart(node, share, [dim])
     if is_call(node, aten.unbind.int):
         share = replace(share, dim=share.dim - (dim < share.dim))
