@@ -10,9 +10,9 @@ early is the import of the compiler's modules and its workers' start (not measur
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl import TrainStep
 from fxrl.distributed import COLLECTIVE_S, Ranks
-from fxrl.engines import Built, Engine, EngineSpec, build_engine
+from fxrl.engines import Engine, EngineSpec, build_engine
 from fxrl.errors import ConfigError
 from fxrl.losses import loss_info
 from fxrl.models import ModelError, Peers
@@ -36,7 +36,7 @@ from fxrl.rl.data.questions import PromptStream
 from fxrl.rl.errors import defined_at
 from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.data import Questions
-from fxrl.rl.loop.models import find_base, load_base, load_teacher, pick_device, trainable
+from fxrl.rl.loop.models import TrainedModel, load_teacher, pick_device
 from fxrl.rl.loop.scoring import Scorers, make_scorers, step_maker
 from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
 from fxrl.rl.report.progress import Reporter
@@ -48,6 +48,7 @@ from fxrl.rl.types import Batch
 class RunParts:
     """A run's parts, ready for the loop."""
 
+    config: TrainConfig  # settled
     model: nn.Module
     teacher: nn.Module | None
     tokenizer: Any
@@ -84,14 +85,36 @@ def build_parts(
     ranks = ranks or Ranks()
     spec = _engine_spec(config, data, run_dir, reporter, ranks)
     teacher = load_teacher(config, data.tokenizer, spec.device, reporter.stage)
-    built = build_engine(config.engine, spec)
-    try:
-        about = {"model": built.model, "tokenizer": built.tokenizer}
-        events = Events(config, tuple(callbacks), about)
-        return _around(built, teacher, data, run_dir, reporter, events, ranks)
-    except BaseException:
-        built.engine.close()
-        raise
+    model, tokenizer, engine = build_engine(config.engine, spec)
+    with ExitStack() as where_it_fails:
+        where_it_fails.callback(engine.close)
+        _check_positions(model, data, config.sampling.max_tokens)
+        loss_fn = config.make_loss(teacher)
+        make_step = step_maker(config, next(model.parameters()).device)
+        step = make_step(model, loss_fn)  # which captures nothing yet
+        if isinstance(step, TrainStep):  # here, where no rank is missing
+            step.join(timedelta(seconds=COLLECTIVE_S))
+        new = config.model.lora is not None
+        made_of = fingerprint.of_models(model, tokenizer, teacher, new=new)
+        source = data.source(engine, config, tokenizer, reporter.stage, ranks)
+        parts = RunParts(
+            config=config,
+            model=model,
+            teacher=teacher,
+            tokenizer=tokenizer,
+            engine=engine,
+            data=data,
+            source=source,
+            stream=PromptStream(len(data.split.train), config.seed, shuffle=config.data.shuffle),
+            updater=_updater(config, model, step, loss_fn, run_dir, ranks),
+            scorers=make_scorers(config, model, loss_fn, make_step, draws=source.draws),
+            reporter=reporter,
+            events=Events(config, tuple(callbacks), {"model": model, "tokenizer": tokenizer}),
+            fingerprints={**data.fingerprints, **made_of},
+            ranks=ranks,
+        )
+        where_it_fails.pop_all()
+    return parts
 
 
 def prompts_each(config: TrainConfig, ranks: Ranks) -> int:
@@ -111,12 +134,13 @@ def _engine_spec(
     wanted, stage = config.model, reporter.stage
     made = run_dir.absolute() / "model"
     peers = Peers.of(ranks.gather) if wanted.sharded else None
+    model = TrainedModel(config, data.tokenizer, device, made, peers, stage)
     adapter = wanted.adapter
     rank = None if wanted.lora is None else wanted.lora.r
     return EngineSpec(
-        load=functools.partial(load_base, config, data.tokenizer, device, made, peers, stage),
-        folder=functools.partial(find_base, config, device, made, stage),
-        trainable=functools.partial(trainable, config=config, made=made),
+        load=model.load,
+        folder=model.folder,
+        trainable=model.trainable,
         longest_prompt=data.longest,
         max_tokens=config.sampling.max_tokens,
         num_sequences=prompts_each(config, ranks) * config.sampling.num_generations,
@@ -129,46 +153,6 @@ def _engine_spec(
         options=getattr(config, config.engine, None),  # the table of the engine's name
         lora_rank=rank if adapter is None else adapter.rank,
         prompts_grow=isinstance(data, Questions) and data.grow,
-    )
-
-
-def _around(
-    built: Built,
-    teacher: nn.Module | None,
-    data: Questions | Examples,
-    run_dir: Path,
-    reporter: Reporter,
-    events: Events,
-    ranks: Ranks,
-) -> RunParts:
-    """All parts, where model and engine are there: the steps that train and score are made, which
-    captures nothing yet."""
-    model, tokenizer, engine = built
-    config, device = events.config, next(model.parameters()).device
-    _check_positions(model, data, config.sampling.max_tokens)
-    loss_fn = config.make_loss(teacher)
-    make_step = step_maker(config, device)
-    step = make_step(model, loss_fn)
-    if isinstance(step, TrainStep):  # here, where no rank is missing
-        step.join(timedelta(seconds=COLLECTIVE_S))
-    updater = _updater(config, model, step, loss_fn, run_dir, ranks)
-    new = config.model.lora is not None
-    made_of = fingerprint.of_models(model, tokenizer, teacher, new=new)
-    source = data.source(engine, config, tokenizer, reporter.stage, ranks)
-    return RunParts(
-        model=model,
-        teacher=teacher,
-        tokenizer=tokenizer,
-        engine=engine,
-        data=data,
-        source=source,
-        stream=PromptStream(len(data.split.train), config.seed, shuffle=config.data.shuffle),
-        updater=updater,
-        scorers=make_scorers(config, model, loss_fn, make_step, draws=source.draws),
-        reporter=reporter,
-        events=events,
-        fingerprints={**data.fingerprints, **made_of},
-        ranks=ranks,
     )
 
 

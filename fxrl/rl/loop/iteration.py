@@ -14,7 +14,6 @@ from fxrl.dtypes import wide_dtype
 from fxrl.engines.ledger import ledger_of
 from fxrl.losses.reduce import masked_sum
 from fxrl.models.lora import is_adapted
-from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import measured, probe_rows
 from fxrl.rl.loop.advantages import add_advantages
 from fxrl.rl.loop.batching import make_batches, padding_fraction, plan_ranks
@@ -35,8 +34,8 @@ class TrainingIteration:
         engine_state: the sampler's, after them.
     """
 
-    def __init__(self, config: TrainConfig, parts: RunParts, number: int) -> None:
-        self.config, self.parts, self.number = config, parts, number
+    def __init__(self, parts: RunParts, number: int) -> None:
+        self.config, self.parts, self.number = parts.config, parts, number
         self.device = next(parts.model.parameters()).device
         ledger = ledger_of(parts.engine)
         self.clock = Clock(self.device, ledger.given_back) if ledger else Clock(self.device)
@@ -63,7 +62,7 @@ class TrainingIteration:
                 standby.enter_context(parts.engine.standby())
             what = "scoring: making micro-batches"
             with clock.phase("score"), stage(what) as say, told("fxrl", say):
-                batches, padding = scored_batches(config, parts, found, say)
+                batches, padding = scored_batches(parts, found, say)
                 self.record |= padding
             what = f"training: {found.num_tokens} tokens in micro-batches: {len(batches)}"
             with clock.phase("train"), stage(what) as say, told("fxrl", say):
@@ -126,14 +125,14 @@ def hand_over(parts: RunParts, version: int) -> None:
 
 
 def scored_batches(
-    config: TrainConfig, parts: RunParts, found: Experience, say: Say, *, train: bool = True
+    parts: RunParts, found: Experience, say: Say, *, train: bool = True
 ) -> tuple[list[Batch], Metrics]:
     """This rank's micro-batches with the log-probabilities that the loss compares with; without
     ``train``, only those of the reference."""
     rows, scorers = found.rows, parts.scorers
     if not rows:
         return [], {}
-    plan, whole = _planned(config, parts, rows, found.unit)
+    plan, whole = _planned(parts, rows, found.unit)
     batches = _padded(parts, rows, plan)
     lengths = [row.lengths for row in rows]
     metrics: Metrics = {
@@ -143,7 +142,7 @@ def scored_batches(
     counts = dict(found.counts)
     if scorers.mismatched is not None:
         say("scoring: prompts with each other's answers")
-        counts["kl"] = _mismatched_kl(config, parts, rows)
+        counts["kl"] = _mismatched_kl(parts, rows)
     for number, batch in enumerate(batches, 1):
         say(f"scoring: micro-batch {number} of {len(batches)}")
         if train and scorers.old_policy is not None:
@@ -155,7 +154,7 @@ def scored_batches(
             batch["ref_logps"] = scorers.reference(batch)
         batch |= {n: batch["num_sequences_in_batch"].new_tensor(v) for n, v in counts.items()}
     if train and (critic := parts.updater.info.critic) is not None:
-        sharing = config.fxrl.context_parallel
+        sharing = parts.config.fxrl.context_parallel
         metrics |= add_advantages(batches, critic, parts.ranks, sharing)
     if train and scorers.probe is not None:
         [batch] = _padded(parts, rows, [probe_rows(whole, [sum(pair) for pair in lengths])])
@@ -167,14 +166,12 @@ Plan = list[tuple[int, ...]]
 """Row numbers of micro-batches."""
 
 
-def _planned(
-    config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow], unit: int
-) -> tuple[Plan, Plan]:
+def _planned(parts: RunParts, rows: Sequence[TokenRow], unit: int) -> tuple[Plan, Plan]:
     """This rank's micro-batches, and those of all ranks."""
     lengths = [row.lengths for row in rows]
     widest = [max(lengths[at : at + unit], key=sum) for at in range(0, len(rows), unit)]
-    most = max(1, config.micro_batch_tokens // unit)
-    ranks, sharing = parts.ranks, config.fxrl.context_parallel
+    most = max(1, parts.config.micro_batch_tokens // unit)
+    ranks, sharing = parts.ranks, parts.config.fxrl.context_parallel
     plans = [
         [tuple(at * unit + place for place in range(unit) for at in group) for group in plan]
         for plan in plan_ranks(widest, most, ranks.size // sharing)
@@ -193,7 +190,7 @@ def _padded(parts: RunParts, rows: Sequence[TokenRow], plan: Plan) -> list[Batch
     )
 
 
-def _mismatched_kl(config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow]) -> float:
+def _mismatched_kl(parts: RunParts, rows: Sequence[TokenRow]) -> float:
     """max(0, mean_i log pi(y_i-1 | x_i) - log pi_ref(y_i-1 | x_i)), KTO's estimate of the KL.
 
     NOTE [A KL of the whole step]
@@ -208,10 +205,10 @@ def _mismatched_kl(config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow
         row._replace(completion=other.completion, per_token=other.per_token)
         for row, other in zip(rows, others, strict=True)
     ]
-    plan, _ = _planned(config, parts, mixed, 1)
+    plan, _ = _planned(parts, mixed, 1)
     gaps = []
     for batch in _padded(parts, mixed, plan):
         gap = scorers.mismatched(batch) - scorers.reference(batch)
         gaps += masked_sum(gap, batch["completion_mask"] != 0).tolist()
-    every = parts.ranks.every(gaps, config.fxrl.context_parallel)
+    every = parts.ranks.every(gaps, parts.config.fxrl.context_parallel)
     return max(0.0, math.fsum(every) / len(every))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fxrl.models import (
 from fxrl.models.hf import VALUE_HEAD, load_value_head, train_without_cache
 from fxrl.models.load import is_random, model_folder, write_model
 from fxrl.models.quantized import as_quantization, in_bits
-from fxrl.rl.config.tables import ModelConfig, TrainConfig
+from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.report.files import try_to_write
 from fxrl.rl.report.progress import Stage
 
@@ -41,120 +42,118 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_base(
-    config: TrainConfig,
-    tokenizer: Any,
-    device: torch.device,
-    made: Path,
-    peers: Peers | None,
-    stage: Stage,
-) -> tuple[nn.Module, Any]:
-    """The model of ``[model]``, of an adapter its base model, and its tokenizer. One whose weights
-    no folder has is written to ``made``, for whoever loads the adapter."""
-    wanted, only_here = config.model, _is_only_here(config.model)
-    if isinstance(wanted.id, nn.Module):
-        model = wanted.id.to(device)
-    else:
-        with stage(f"loading {_in_words(wanted, device)}") as say:
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """The model of a run before an engine has it; ``made`` gets weights that no folder has."""
+
+    config: TrainConfig
+    tokenizer: Any  # its own, or that of its adapter's folder
+    device: torch.device
+    made: Path
+    peers: Peers | None
+    stage: Stage
+
+    def load(self) -> tuple[nn.Module, Any]:
+        """The model of ``[model]``, of an adapter its base model, and its tokenizer. One whose
+        weights no folder has is written to ``made``, for whoever loads the adapter."""
+        wanted, tokenizer = self.config.model, self.tokenizer
+        if isinstance(wanted.id, nn.Module):
+            model = wanted.id.to(self.device)
+        else:
+            with self.stage(f"loading {self._words}") as say:
+                model, own = self._read(say)
+                if wanted.adapter is None:  # else its folder may have another
+                    tokenizer = own
+        if wanted.lora is not None and self._is_only_here:
+            try_to_write(lambda: write_model(model, tokenizer, self.made), str(self.made))
+        in_memory = self._is_only_here or isinstance(wanted.id, nn.Module)
+        if self.peers is not None and in_memory:
+            if wanted.quantization is not None:  # what is shared out stays as it is
+                model = in_bits(model, as_quantization(wanted.quantization))
+            model = shard(model, self.peers, trained=True)
+        return model, tokenizer
+
+    def _read(self, say: Callable[[str], None]) -> tuple[nn.Module, Any]:
+        wanted, only_here = self.config.model, self._is_only_here
+        return load_model(
+            self._base_name,
+            wanted.dtype,
+            self.device,
+            seed=self.config.seed,
             # Random weights are written down in full first.
-            model, own = _read(config, device, None if only_here else peers, say)
-            if wanted.adapter is None:  # else its folder may have another
-                tokenizer = own
-    if wanted.lora is not None and only_here:
-        try_to_write(lambda: write_model(model, tokenizer, made), str(made))
-    if peers is not None and (only_here or isinstance(wanted.id, nn.Module)):
-        if wanted.quantization is not None:  # what is shared out stays as it is
-            model = in_bits(model, as_quantization(wanted.quantization))
-        model = shard(model, peers, trained=True)
-    return model, tokenizer
-
-
-def _read(
-    config: TrainConfig, device: torch.device, peers: Peers | None, say: Callable[[str], None]
-) -> tuple[nn.Module, Any]:
-    wanted = config.model
-    return load_model(
-        _base_name(wanted),
-        wanted.dtype,
-        device,
-        seed=config.seed,
-        quantization=None if _is_only_here(wanted) else wanted.quantization,
-        scalar_head=config.loss_info().scalar_head,
-        peers=peers,
-        on_progress=say,
-    )
-
-
-def find_base(
-    config: TrainConfig, device: torch.device, made: Path, stage: Stage
-) -> tuple[Path, Any]:
-    """The folder that an engine loads this model from, and its tokenizer; ``made`` where it is
-    made first."""
-    wanted = config.model
-    with stage(f"finding {_in_words(wanted, device)}") as say:
-        name = _base_name(wanted)
-        find = functools.partial(model_folder, name, made, dtype=wanted.dtype, seed=config.seed)
-        return try_to_write(functools.partial(find, on_progress=say), str(made))
-
-
-def _base_name(wanted: ModelConfig) -> str:
-    return wanted.name if wanted.adapter is None else wanted.adapter.base
-
-
-def _in_words(wanted: ModelConfig, device: torch.device) -> str:
-    return f"{wanted.name} ({wanted.dtype}, {device})"
-
-
-def trainable(model: nn.Module, *, config: TrainConfig, made: Path) -> nn.Module:
-    """The model with its adapter, value head and checkpointing, in train mode."""
-    wanted = config.model
-    head = model._modules.pop(VALUE_HEAD, None)  # which an adapter would freeze, or adapt
-    if not wanted.adapted and any(isinstance(m, QuantizedLinear) for m in model.modules()):
-        raise ModelError(
-            f"model.id={wanted.name!r} holds its Linears in 8 or 4 bits, which cannot be trained; "
-            "add [model.lora], or give the checkpoint in bf16"
+            quantization=None if only_here else wanted.quantization,
+            scalar_head=self.config.loss_info().scalar_head,
+            peers=None if only_here else self.peers,
+            on_progress=say,
         )
-    if wanted.adapted:
-        model = _adapted(model, config, made)
-    loaded_so = wanted.sharded or (isinstance(wanted.id, str) and not _is_only_here(wanted))
-    if wanted.quantization is not None and not loaded_so:
-        model = quantize(model, wanted.quantization)
-    if wanted.offload_embeddings:
-        model = offload_embeddings(model)
-    if wanted.gradient_checkpointing:
-        _checkpoint(model)
+
+    def folder(self) -> tuple[Path, Any]:
+        """The folder that an engine loads this model from, and its tokenizer; ``made`` where it is
+        made first."""
+        dtype, seed = self.config.model.dtype, self.config.seed
+        find = partial(model_folder, self._base_name, self.made, dtype=dtype, seed=seed)
+        with self.stage(f"finding {self._words}") as say:
+            return try_to_write(partial(find, on_progress=say), str(self.made))
+
+    @property
+    def _base_name(self) -> str:
+        wanted = self.config.model
+        return wanted.name if wanted.adapter is None else wanted.adapter.base
+
+    @property
+    def _words(self) -> str:
+        return f"{self.config.model.name} ({self.config.model.dtype}, {self.device})"
+
+    @property
+    def _is_only_here(self) -> bool:
+        """Whether no folder or hub has the weights."""
+        model_id = self.config.model.id
+        if isinstance(model_id, str):
+            return is_random(model_id)
+        return not getattr(model_id, "name_or_path", "")
+
+    def trainable(self, model: nn.Module) -> nn.Module:
+        """The model with its adapter, value head and checkpointing, in train mode."""
+        wanted = self.config.model
+        head = model._modules.pop(VALUE_HEAD, None)  # which an adapter would freeze, or adapt
+        if not wanted.adapted and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+            raise ModelError(
+                f"model.id={wanted.name!r} holds its Linears in 8 or 4 bits, which cannot be "
+                "trained; add [model.lora], or give the checkpoint in bf16"
+            )
         if wanted.adapted:
-            model.enable_input_require_grads()  # type: ignore[operator]
-    judged = config.loss_info().critic is not None
-    if judged or head is not None:
-        trained = next(p.dtype for p in model.parameters() if p.requires_grad)
-        if head is None:
-            head = ValueHead(model, trained)
-            load_value_head(head, Path(wanted.name).expanduser())
-        model.value_head = head.requires_grad_(judged)
-    return model.train()
+            model = self._adapted(model)
+        loaded_so = wanted.sharded or (isinstance(wanted.id, str) and not self._is_only_here)
+        if wanted.quantization is not None and not loaded_so:
+            model = quantize(model, wanted.quantization)
+        if wanted.offload_embeddings:
+            model = offload_embeddings(model)
+        if wanted.gradient_checkpointing:
+            _checkpoint(model)
+            if wanted.adapted:
+                model.enable_input_require_grads()  # type: ignore[operator]
+        judged = self.config.loss_info().critic is not None
+        if judged or head is not None:
+            trained = next(p.dtype for p in model.parameters() if p.requires_grad)
+            if head is None:
+                head = ValueHead(model, trained)
+                load_value_head(head, Path(wanted.name).expanduser())
+            model.value_head = head.requires_grad_(judged)
+        return model.train()
 
-
-def _adapted(model: nn.Module, config: TrainConfig, made: Path) -> nn.Module:
-    wanted, adapter = config.model, config.model.adapter
-    base: Any = model  # its name goes into the adapter's configuration
-    place = made if _is_only_here(wanted) else Path(base.name_or_path or wanted.name)
-    base.name_or_path = str(place.resolve() if place.is_dir() else place)
-    if adapter is not None:
-        model = adapter.put_on(model)
-    elif wanted.lora is not None:
-        model = lora(
-            model,
-            wanted.lora.r,
-            wanted.lora.alpha,
-            wanted.lora.targets,
-            dropout=wanted.lora.dropout,
-            seed=config.seed,
-        )
-    if wanted.autocast_dtype is not None:  # a classifier's head too, as PEFT keeps adapters
-        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            parameter.data = at_least_float32(parameter.data)
-    return model
+    def _adapted(self, model: nn.Module) -> nn.Module:
+        wanted, new, seed = self.config.model, self.config.model.lora, self.config.seed
+        base: Any = model  # its name goes into the adapter's configuration
+        place = self.made if self._is_only_here else Path(base.name_or_path or wanted.name)
+        base.name_or_path = str(place.resolve() if place.is_dir() else place)
+        if wanted.adapter is not None:
+            model = wanted.adapter.put_on(model)
+        elif new is not None:
+            model = lora(model, new.r, new.alpha, new.targets, dropout=new.dropout, seed=seed)
+        if wanted.autocast_dtype is not None:  # a classifier's head too, as PEFT keeps adapters
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                parameter.data = at_least_float32(parameter.data)
+        return model
 
 
 def _checkpoint(model: Any) -> None:
@@ -163,13 +162,6 @@ def _checkpoint(model: Any) -> None:
     new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
     getattr(model, new if hasattr(model, new) else old)()
     train_without_cache(model)
-
-
-def _is_only_here(wanted: ModelConfig) -> bool:
-    """Whether no folder or hub has the weights."""
-    if isinstance(wanted.id, str):
-        return is_random(wanted.id)
-    return not getattr(wanted.id, "name_or_path", "")
 
 
 def load_teacher(

@@ -24,13 +24,12 @@ from fxrl.errors import FxrlError, first_line
 from fxrl.ir.remark import format_bytes
 from fxrl.models.host_embedding import held_on_host
 from fxrl.models.lora import is_adapted
-from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.loop.batching import make_batches
 from fxrl.rl.loop.build import RunParts, prompts_each
 from fxrl.rl.types import Batch, TokenRow
 
 
-def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
+def outlook(parts: RunParts) -> Iterator[str]:
     """Lines of at most 80 columns; what cannot be said is said to be so."""
     if parts.ranks.size > 1:
         yield f"ranks: {parts.ranks.size}, each as follows"
@@ -39,11 +38,11 @@ def outlook(config: TrainConfig, parts: RunParts) -> Iterator[str]:
         tokens = max(sum(row.lengths) for row in unit)
         yield from _stays(parts)
         if parts.source.draws:
-            yield from _rollout(config, parts, tokens)
+            yield from _rollout(parts, tokens)
     except FxrlError as error:
         yield f"plan: the rollout's memory is not known: {error}"
         return
-    yield from _update(config, parts, unit, tokens)
+    yield from _update(parts, unit, tokens)
 
 
 def share_limits(parts: RunParts) -> None:
@@ -55,9 +54,9 @@ def share_limits(parts: RunParts) -> None:
         step.plan_within(parts.ranks.gather(limits._replace(budget=budget)))
 
 
-def _asked(config: TrainConfig, parts: RunParts) -> int:
+def _asked(parts: RunParts) -> int:
     """Sequences of a step that one rank has."""
-    return prompts_each(config, parts.ranks) * parts.source.rows_each
+    return prompts_each(parts.config, parts.ranks) * parts.source.rows_each
 
 
 def _stays(parts: RunParts) -> Iterator[str]:
@@ -75,15 +74,15 @@ def _stays(parts: RunParts) -> Iterator[str]:
         yield f"  every rank has all of the optimizer: {why}"
 
 
-def _rollout(config: TrainConfig, parts: RunParts, tokens: int) -> Iterator[str]:
-    asked = _asked(config, parts)
+def _rollout(parts: RunParts, tokens: int) -> Iterator[str]:
+    asked = _asked(parts)
     device = next(parts.model.parameters()).device
     held = RolloutMemory.of(
         parts.model,
         tokens,
         min(asked, parts.engine.most_at_once(tokens)),
         available=_memory(device),
-        dtype=config.model.autocast_dtype,
+        dtype=parts.config.model.autocast_dtype,
         state_shards=parts.updater.state_shards,
     )
     yield f"rollout: {held.sequences} of {asked} sequences of up to {tokens} tokens at once"
@@ -104,10 +103,8 @@ def _memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _update(
-    config: TrainConfig, parts: RunParts, unit: Sequence[TokenRow], tokens: int
-) -> Iterator[str]:
-    asked = _asked(config, parts)
+def _update(parts: RunParts, unit: Sequence[TokenRow], tokens: int) -> Iterator[str]:
+    config, asked = parts.config, _asked(parts)
     units = min(asked, config.micro_batch_tokens // tokens) // len(unit)
     rows = max(1, units) * len(unit)
     device = next(parts.model.parameters()).device

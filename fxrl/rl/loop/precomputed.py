@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fxrl.files import write_bytes
-from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.examples import Examples, Unit
 from fxrl.rl.data.questions import Split
 from fxrl.rl.errors import CheckpointError
@@ -34,7 +33,7 @@ from fxrl.rl.types import Experience, TokenRow
 FILE = "ref_log_probs.safetensors"
 
 
-def precompute(config: TrainConfig, parts: RunParts, run_dir: Path) -> None:
+def precompute(parts: RunParts, run_dir: Path) -> None:
     """Give the rows of ``parts`` their ``ref_logps``, and drop the reference if nothing else needs
     it. All ranks call it, while the weights are still those that training starts from.
 
@@ -44,13 +43,13 @@ def precompute(config: TrainConfig, parts: RunParts, run_dir: Path) -> None:
     data, path, reporter = parts.data, run_dir / FILE, parts.reporter
     assert isinstance(data, Examples)
     rows = [row for unit in _units(data) for row in unit]
-    made_of = _made_of(config, parts, rows)
+    made_of = _made_of(parts, rows)
     found = _read(path, made_of) if parts.ranks.primary and path.is_file() else None
     found = parts.ranks.broadcast(found)
     if found is None:
         what = f"scoring {len(rows)} rows by the reference"
         with reporter.stage(what) as say, told("fxrl", say):
-            found = _scored(config, parts, say)
+            found = _scored(parts, say)
         if parts.ranks.primary:
             _write(path, made_of, found)
         reporter.message(f"the reference's log-probs of {len(rows)} rows are in {path}")
@@ -74,7 +73,7 @@ def _units(data: Examples) -> tuple[Unit, ...]:
     return (*data.split.train, *data.split.held_out)
 
 
-def _scored(config: TrainConfig, parts: RunParts, say: Say) -> Tensor:
+def _scored(parts: RunParts, say: Say) -> Tensor:
     """Log-probabilities of all rows, concatenated, one per token of a completion."""
     data = parts.data
     assert isinstance(data, Examples)
@@ -88,9 +87,9 @@ def _scored(config: TrainConfig, parts: RunParts, say: Say) -> Tensor:
             row._replace(per_row={**row.per_row, "place": place}) for place, row in enumerate(rows)
         ]
         experience = Experience(numbered, {}, 0, 0, unit=data.rows_each)
-        batches, _ = scored_batches(config, alone, experience, say, train=False)
+        batches, _ = scored_batches(alone, experience, say, train=False)
         own = (one for batch in batches for one in _cut(batch, rows))
-        merged = dict(parts.ranks.every(own, config.fxrl.context_parallel))
+        merged = dict(parts.ranks.every(own, parts.config.fxrl.context_parallel))
         found += [merged[place] for place in range(len(rows))]
     return torch.cat(found)
 
@@ -105,9 +104,9 @@ def _cut(batch: dict[str, Tensor], rows: Sequence[TokenRow]) -> Iterator[tuple[i
 
 
 # ---------------------------------------------------------------------------- the file
-def _made_of(config: TrainConfig, parts: RunParts, rows: Sequence[TokenRow]) -> dict[str, str]:
+def _made_of(parts: RunParts, rows: Sequence[TokenRow]) -> dict[str, str]:
     """What the numbers depend on; the rows' tokens say data, template and tokenizer."""
-    model = config.model
+    model = parts.config.model
     return {
         "rows": of_tokens(rows),
         "base model": parts.fingerprints["base model"],

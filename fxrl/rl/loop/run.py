@@ -53,7 +53,7 @@ def run(task: Task, reporter: Reporter) -> Outcome:
     seed_everything(config.seed)
     with reporter.stage(_BUILDING):
         parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
-        loop = TrainingLoop(config, parts, run_dir, task.start.again)
+        loop = TrainingLoop(parts, run_dir, task.start.again)
     try:
         with warned(reporter.message):
             outcome = _trained(loop, task)
@@ -73,7 +73,7 @@ def _trained(loop: TrainingLoop, task: Task) -> Outcome:
     try:
         with reporter.stage(_BUILDING):
             if config.precompute_ref_log_probs:
-                precompute(config, parts, loop.run_dir)
+                precompute(parts, loop.run_dir)
             if task.found is not None:
                 loop.resume(task.found, accept_changes=task.start.accept_changes)
                 reporter.message(f"resumed at step {loop.done} from {task.found}")
@@ -81,7 +81,7 @@ def _trained(loop: TrainingLoop, task: Task) -> Outcome:
             parts.ranks.check_same("the model", [parts.fingerprints, of_tensors(weights)])
         with reporter.stage("planning: memory of rollout and update"):
             said = []
-            for line in outlook(config, parts):
+            for line in outlook(parts):
                 said.append(line)
                 reporter.message(line)
         note(loop.run_dir, reporter.message, versions=versions(), outlook=said)

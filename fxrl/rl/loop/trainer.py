@@ -26,7 +26,6 @@ from fxrl.engines.ledger import ledger_of
 from fxrl.errors import ConfigError, FxrlError, reason_of
 from fxrl.files import write_text
 from fxrl.rl.config.load import as_table
-from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.drift import DriftWatch
 from fxrl.rl.errors import StorageError, in_words
 from fxrl.rl.loop import checkpoint, store
@@ -48,8 +47,8 @@ class TrainingLoop:
     ``again`` says what goes on with it, for messages.
     """
 
-    def __init__(self, config: TrainConfig, parts: RunParts, run_dir: Path, again: str) -> None:
-        self.config, self.parts, self.run_dir, self.again = config, parts, run_dir, again
+    def __init__(self, parts: RunParts, run_dir: Path, again: str) -> None:
+        self.config, self.parts, self.run_dir, self.again = parts.config, parts, run_dir, again
         self.reporter = parts.reporter
         self.done = 0
         self.num_tokens = 0
@@ -323,7 +322,7 @@ class TrainingLoop:
     def _step(self) -> tuple[dict[str, Any], Experience]:
         number, events = self.done + 1, self.parts.events
         events("on_step_begin", self.now())
-        step = self._step_now = TrainingIteration(self.config, self.parts, number)
+        step = self._step_now = TrainingIteration(self.parts, number)
         found = step.run()
         step.add_of_all_ranks()
         share_limits(self.parts)
@@ -361,7 +360,7 @@ class TrainingLoop:
         with self.reporter.stage(f"evaluating: {len(rows)} held-out questions") as say:
 
             def measure(experience: Experience) -> Metrics:
-                batches, _ = scored_batches(self.config, self.parts, experience, say, train=False)
+                batches, _ = scored_batches(self.parts, experience, say, train=False)
                 return self.parts.updater.measure(self.parts.scorers.judge, batches)
 
             found = self.parts.source.evaluate(rows, self.now(), measure)

@@ -37,6 +37,9 @@ def rank(number, said, monkeypatch):
     step.limits.return_value = Limits(TARGETS["h200"], Budget(2**30, 2**30, given=True))
     step.plan_for.side_effect = PlanError(REFUSED)
     return SimpleNamespace(
+        config=SimpleNamespace(
+            fxrl=Config(gpu_memory="1GiB"), prompts_per_step=2, micro_batch_tokens=64
+        ),
         ranks=ranks,
         model=torch.nn.Linear(2, 2),
         engine=SimpleNamespace(standby=nullcontext),
@@ -50,13 +53,8 @@ def rank(number, said, monkeypatch):
 def test_the_first_rank_plans_for_all_and_a_refusal_ends_nothing(monkeypatch, number):
     said = [(None, f"PlanError: {REFUSED}")]
     parts = rank(number, said, monkeypatch)
-    config = SimpleNamespace(
-        fxrl=Config(gpu_memory="1GiB"),
-        prompts_per_step=2,
-        micro_batch_tokens=64,
-    )
     unit = [TokenRow([5] * 8, [6] * 8, {}, {"advantages": 1.0})]
-    [line] = outlook._update(config, parts, unit, 16)
+    [line] = outlook._update(parts, unit, 16)
     assert line.endswith(f"not planned: PlanError: {REFUSED}")
     step = parts.updater.step
     assert step.plan_for.called == (number == 0)
@@ -72,6 +70,7 @@ def test_of_weights_that_ranks_share_out_each_has_its_part():
     shard_skeleton(model, 2)
     assert held_bytes(model) > sum(p.nbytes for p in model.parameters())
     parts = SimpleNamespace(
+        config=SimpleNamespace(prompts_per_step=1, micro_batch_tokens=64),
         ranks=Ranks(0, 1),
         model=model,
         teacher=model,
@@ -80,8 +79,7 @@ def test_of_weights_that_ranks_share_out_each_has_its_part():
             largest=lambda: [TokenRow([5] * 8, [6] * 8, {}, {})], draws=False, rows_each=1
         ),
     )
-    config = SimpleNamespace(prompts_per_step=1, micro_batch_tokens=64)
-    stays, teacher, _ = outlook.outlook(config, parts)
+    stays, teacher, _ = outlook.outlook(parts)
     held = format_bytes(held_bytes(model))
     assert f"plan: {held} of weights" in stays
     assert teacher == f"  and {held} of the teacher"
