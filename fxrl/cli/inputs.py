@@ -193,17 +193,12 @@ def _trainable(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     return model.train()
 
 
-def target(name: str) -> Target:
-    """A GPU by the name that ``fxrl plan --target`` takes."""
-    if name.lower() not in TARGETS:
-        raise ConfigError(f"--target {name!r} is unknown{did_you_mean(name.lower(), TARGETS)}")
-    return TARGETS[name.lower()]
-
-
 def planned_target(args: argparse.Namespace, held: int) -> Target:
     """``--target`` with the memory that the command line names, less ``held`` bytes that others
     hold throughout."""
-    found = target(args.target)
+    if (name := args.target.lower()) not in TARGETS:
+        raise ConfigError(f"--target {args.target!r} is unknown{did_you_mean(name, TARGETS)}")
+    found = TARGETS[name]
     named = [args.gpu_memory, optimize_config(args.config).gpu_memory, found.gpu_bytes]
     size = next(size for size in named if size is not None)
     left = parse_bytes(size, name="gpu_memory") - held

@@ -61,16 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fxrl {fxrl.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _explain(commands)
-    _plan(commands)
-    _dump(commands)
-    _verify(commands)
-    _train(commands)
-    _report(commands)
-    _report_run(commands)
-    _bench(commands)
-    _doctor(commands)
-    _fetch_model(commands)
+    of_steps, of_runs = (_explain, _plan, _dump, _verify), (_train, _report, _report_run)
+    for add in (*of_steps, *of_runs, _bench, _doctor, _fetch_model):
+        add(commands)
     return parser
 
 

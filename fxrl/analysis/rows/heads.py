@@ -39,17 +39,10 @@ aten = torch.ops.aten
 
 #: Ops that treat a dim as a set of classes; reading a matmul's output makes it a head.
 CLASS_OPS = (
-    aten._softmax.default,
-    aten._log_softmax.default,
-    aten.logsumexp.default,
-    aten.gather.default,
-    aten.argmax.default,
-    aten.topk.default,
-    aten.sort.default,
+    *(aten._softmax.default, aten._log_softmax.default, aten.logsumexp.default),
+    *(aten.gather.default, aten.argmax.default, aten.topk.default, aten.sort.default),
     aten.multinomial.default,
 )
-
-
 #: fxrl's ops that compute nothing: they hand tokens from rank to rank, or look at a value.
 _NO_LAYERS = ("fxrl.shard_tokens", "fxrl.gather_tokens", "fxrl.check", "fxrl.counted")
 

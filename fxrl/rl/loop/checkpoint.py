@@ -40,37 +40,13 @@ from fxrl.rl.report.files import Tell
 # May differ between a run and its continuation: they change no number of a step, or others compare
 # them (rows are told by the fingerprints of the data, wherever they lie).
 _FREE = {
-    "data.rows",
-    "data.path",
-    "eval.rows",
-    "eval.path",
-    "run_dir",
-    "steps",
-    "save_every",
-    "keep_checkpoints",
-    "log_completions",
-    "tensorboard",
-    "log_to",
-    "project",
-    "push_to_hub",
-    "hub_strategy",
-    "epochs",
-    "max_nonfinite",
-    "eval.every",
-    "model.sharded",
-    "disk_retries",
-    "disk_wait_s",
-    "engine_retries",
-    "reward.timeout_s",
-    "reward.retries",
-    "vllm.generate_timeout_s",
-    "vllm.gpu_memory",
-    "vllm.log_level",
-    "vllm.trainer_reserve",
+    *("data.rows", "data.path", "eval.rows", "eval.path", "eval.every", "run_dir", "steps"),
+    *("epochs", "save_every", "keep_checkpoints", "max_nonfinite", "model.sharded"),
+    *("log_completions", "tensorboard", "log_to", "project", "push_to_hub", "hub_strategy"),
+    *("disk_retries", "disk_wait_s", "engine_retries", "reward.timeout_s", "reward.retries"),
+    *("vllm.generate_timeout_s", "vllm.gpu_memory", "vllm.log_level", "vllm.trainer_reserve"),
     "fxrl.context_parallel",
 }
-
-
 ADAPTER, REST = "adapter_model.safetensors", "trainable.safetensors"
 
 

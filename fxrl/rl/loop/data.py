@@ -18,7 +18,6 @@ from fxrl.rl.config.tables import TrainConfig
 from fxrl.rl.data.examples import FORMS, ExampleBuilder, Examples, Unit
 from fxrl.rl.data.questions import (
     PromptBuilder,
-    RowSource,
     Split,
     question_text,
     read_source,
@@ -84,10 +83,6 @@ class Questions:
         )
 
 
-Usable = Callable[[Sequence[Row], Callable[[Row], object]], list[Row]]
-"""The rows that a check lets pass, as ``data.unusable_rows`` says."""
-
-
 def read_data(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions | Examples:
     """Read and check the data; loads no model. Raises ``DataError`` if it does not fit the
     configuration, ``BadConfigError`` if ``eval.reward`` names no reward."""
@@ -98,9 +93,9 @@ def read_data(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions | Ex
 def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions:
     """Questions with their rewards; every prompt is made once. See ``read_data``."""
     data = config.data
-    source, asked = _read_rows(config, prompts=True)
-    text_of = functools.partial(question_text, data, source.prompt)
-    split, usable = _split(config, source, asked, text_of, tell)
+    rows = _Rows(config, tell, prompts=True)
+    source, environment = rows.source, rows.source.environment
+    split = rows.split(functools.partial(question_text, data, source.prompt))
     builder = PromptBuilder(data, source.prompt, split.shots, tokenizer)
     conversation = _conversation(config, builder)
     lengths: list[int] = []
@@ -109,13 +104,13 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         tools = conversation.tools.schemas_of(row) if conversation is not None else ()
         lengths.append(len(builder.encode(builder.prompt(row), tools)))
 
-    train, held_out = (tuple(usable(part, fits)) for part in (split.train, split.held_out))
+    train, held_out = (tuple(rows.usable(part, fits)) for part in (split.train, split.held_out))
     split = Split(train, held_out, split.shots)
     rewards = build_rewards(config.reward, data.answer, source.score)
     if conversation is not None:
         rewards += conversation.tools.rewards(config.reward)
-    if source.environment is not None:
-        rewards += source.environment.rewards(config.reward)
+    if environment is not None:
+        rewards += environment.rewards(config.reward)
     names = [reward.name for reward in rewards]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise BadConfigError(f"two rewards are named {twice[0]!r}; rename the environment's class")
@@ -125,91 +120,94 @@ def read_questions(config: TrainConfig, tokenizer: Any, tell: Tell) -> Questions
         )
     if config.eval.reward is not None:
         check_one_of("eval.reward", config.eval.reward, names, BadConfigError)
-    columns = _columns(source, asked, tell)
-    further = conversation, config.rollout.rollout_func, source.environment
+    columns = rows.columns()
+    further = conversation, config.rollout.rollout_func, environment
     if all(one is None for one in further):  # which may give columns of their own
         check_arguments(rewards, columns)
         check_answer(config.reward, data.answer, columns)
-    fingerprints = _fingerprints(config, source, asked, rewards)
-    environment = source.environment
     grow = environment is not None or (conversation is not None and bool(conversation.tools.kinds))
     longest = data.max_prompt_tokens if grow else max(lengths)
-    players = conversation, environment
-    return Questions(split, rewards, builder, longest, fingerprints, columns, *players, grow)
-
-
-def _columns(source: RowSource, asked: RowSource | None, tell: Tell) -> tuple[str, ...]:
-    """Those that rewards get; says which ones they do not get under their name."""
-    rows = (*source.rows, *(asked.rows if asked is not None else ()))
-    named = dict.fromkeys(str(name) for row in rows for name in row)
-    for name in GIVEN:
-        if name in named:
-            tell(
-                f"data: rewards get the run's own {name!r}; that column of the data is in their "
-                "argument 'rows'"
-            )
-    return tuple(name for name in named if name != "prompt")
+    said, players = rows.fingerprints(rewards), (conversation, environment)
+    return Questions(split, rewards, builder, longest, said, columns, *players, grow)
 
 
 def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
     """Rows that are trained on as they are, as tokens. See ``read_data``."""
-    source, asked = _read_rows(config, prompts=False)
-    builder = ExampleBuilder(config.data, config.form, source.prompt, tokenizer)
-    split, usable = _split(config, source, asked, builder.text_of, tell)
+    rows = _Rows(config, tell, prompts=False)
+    builder = ExampleBuilder(config.data, config.form, rows.source.prompt, tokenizer)
+    split = rows.split(builder.text_of)
     units: dict[int, Unit] = {}
 
     def fits(row: Row) -> None:
         units[id(row)] = builder.unit(row)
 
     train, held_out = (
-        tuple(units[id(row)] for row in usable(part, fits))
+        tuple(units[id(row)] for row in rows.usable(part, fits))
         for part in (split.train, split.held_out)
     )
-    fingerprints = _fingerprints(config, source, asked, ())
-    size = FORMS[config.form].size
-    split = Split(train, held_out)
-    return Examples(split, tokenizer, config.prompts_per_step, size, fingerprints)
+    size, said = FORMS[config.form].size, rows.fingerprints(())
+    return Examples(Split(train, held_out), tokenizer, config.prompts_per_step, size, said)
 
 
-def _read_rows(config: TrainConfig, *, prompts: bool) -> tuple[RowSource, RowSource | None]:
+class _Rows:
     """The rows of ``[data]``, and those of ``[eval]`` if it has a source of its own."""
-    own = config.eval.source(config.data)
-    source = read_source(config.data, prompts=prompts)
-    return source, None if own is None else read_source(own, prompts=prompts)
 
+    def __init__(self, config: TrainConfig, tell: Tell, *, prompts: bool) -> None:
+        self._config, self._tell = config, tell
+        own = config.eval.source(config.data)
+        self.source = read_source(config.data, prompts=prompts)
+        self._asked = None if own is None else read_source(own, prompts=prompts)
+        self._all = [self.source] if self._asked is None else [self.source, self._asked]
+        pairs = (pair for one in self._all for pair in zip(one.rows, one.places, strict=True))
+        self._places = {id(row): place for row, place in pairs}
 
-def _split(
-    config: TrainConfig,
-    source: RowSource,
-    asked: RowSource | None,
-    text_of: Callable[[Row], str],
-    tell: Tell,
-) -> tuple[Split, Usable]:
-    """Rows to train on and held-out ones, without those that have no ``text_of``."""
-    data = config.data
-    places = {
-        id(row): place
-        for one in (source, asked)
-        if one is not None
-        for row, place in zip(one.rows, one.places, strict=True)
-    }
-    usable: Usable = functools.partial(
-        usable_rows, mode=data.unusable_rows, place=lambda row: places[id(row)], tell=tell
-    )
-    rows = usable(source.rows, text_of)
-    split = split_rows(
-        rows,
-        text_of,
-        held_out=() if asked is None else usable(asked.rows, text_of),
-        num_held_out=config.eval.size if asked is None else 0,
-        num_shots=data.few_shot,
-        seed=data.seed,
-    )
-    if asked is not None and (left := len(rows) - len(split.train) - len(split.shots)):
-        tell(
-            f"data: {left} of {len(rows)} rows ask what [eval] or an example asks, and are left out"
+    def usable(self, rows: Sequence[Row], check: Callable[[Row], object]) -> list[Row]:
+        """The rows that ``check`` lets pass, as ``data.unusable_rows`` says."""
+        mode, place = self._config.data.unusable_rows, lambda row: self._places[id(row)]
+        return usable_rows(rows, check, mode=mode, place=place, tell=self._tell)
+
+    def split(self, text_of: Callable[[Row], str]) -> Split:
+        """Rows to train on and held-out ones, without those that have no ``text_of``."""
+        data, asked = self._config.data, self._asked
+        rows = self.usable(self.source.rows, text_of)
+        split = split_rows(
+            rows,
+            text_of,
+            held_out=() if asked is None else self.usable(asked.rows, text_of),
+            num_held_out=self._config.eval.size if asked is None else 0,
+            num_shots=data.few_shot,
+            seed=data.seed,
         )
-    return split, usable
+        if asked is not None and (left := len(rows) - len(split.train) - len(split.shots)):
+            self._tell(
+                f"data: {left} of {len(rows)} rows ask what [eval] or an example asks, and are "
+                "left out"
+            )
+        return split
+
+    def columns(self) -> tuple[str, ...]:
+        """Those that rewards get; says which ones they do not get under their name."""
+        named = dict.fromkeys(str(name) for one in self._all for row in one.rows for name in row)
+        for name in GIVEN:
+            if name in named:
+                self._tell(
+                    f"data: rewards get the run's own {name!r}; that column of the data is in "
+                    "their argument 'rows'"
+                )
+        return tuple(name for name in named if name != "prompt")
+
+    def fingerprints(self, rewards: Sequence[Reward]) -> dict[str, str]:
+        """Of the rows, and of the code that judges them."""
+        names = ("data", "eval data")[: len(self._all)]
+        found = {n: fingerprint.of_rows(one.rows) for n, one in zip(names, self._all, strict=True)}
+        functions = {f"reward {reward.name}": reward.function for reward in rewards}
+        if ":" in (loss := self._config.loss.name):
+            functions[f"loss {loss}"] = load_function(loss)
+        functions |= user_code(self._config.rollout)
+        if self.source.environment is not None:
+            functions["verifiers"] = type(self.source.environment.env.taskset)
+        code = {name: fingerprint.of_code(function) for name, function in functions.items()}
+        return found | {name: said for name, said in code.items() if said is not None}
 
 
 def _conversation(config: TrainConfig, builder: PromptBuilder) -> Conversation | None:
@@ -219,21 +217,3 @@ def _conversation(config: TrainConfig, builder: PromptBuilder) -> Conversation |
     chat = Chat(builder.tokenizer, keywords, template)
     most_calls = config.rollout.max_tool_calling_iterations
     return Conversation(Tools(config.rollout), chat, builder, most_calls)
-
-
-def _fingerprints(
-    config: TrainConfig, source: RowSource, asked: RowSource | None, rewards: Sequence[Reward]
-) -> dict[str, str]:
-    found = {"data": fingerprint.of_rows(source.rows)}
-    if asked is not None:
-        found["eval data"] = fingerprint.of_rows(asked.rows)
-    functions = {f"reward {reward.name}": reward.function for reward in rewards}
-    if ":" in config.loss.name:
-        functions[f"loss {config.loss.name}"] = load_function(config.loss.name)
-    functions |= user_code(config.rollout)
-    if source.environment is not None:
-        functions["verifiers"] = type(source.environment.env.taskset)
-    for name, function in functions.items():
-        if (code := fingerprint.of_code(function)) is not None:
-            found[name] = code
-    return found
