@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fxrl.errors import did_you_mean, optional, shown
 from fxrl.rl.config.binding import MOST_NESTED, TOO_DEEP, entries
@@ -164,42 +164,6 @@ def _form(line: str) -> str:
     if line.lstrip().startswith("["):
         return "write each object of the list on a line of its own, without commas between them"
     return "write one object a line, {...}, or a .csv file whose first line names the columns"
-
-
-MOST_NAMED = 5
-"""Unusable rows that a message names."""
-
-
-def usable_rows(
-    rows: Sequence[Row],
-    check: Callable[[Row], object],
-    *,
-    mode: Literal["error", "skip"],
-    place: Callable[[Row], str],
-    tell: Callable[[str], None],
-) -> list[Row]:
-    """The rows of which ``check`` raises no ``DataError``."""
-    good, wrong = [], []
-    for row in rows:
-        try:
-            check(row)
-            good.append(row)
-        except DataError as error:
-            wrong.append(f"{place(row)}: {error}")
-    if not wrong:
-        return good
-    more = [f"and {len(wrong) - MOST_NAMED} more"] if len(wrong) > MOST_NAMED else []
-    lines = "".join(f"\n  {line}" for line in [*wrong[:MOST_NAMED], *more])
-    told = f"data: {len(wrong)} of {len(rows)} rows are unusable"
-    if mode == "error":
-        raise DataError(
-            f"{told}:{lines}\ncorrect them, or leave them out: add data.unusable_rows=skip to the "
-            'command, or unusable_rows = "skip" under [data]'
-        )
-    if not good:
-        raise DataError(f"{told}, and no other is left:{lines}")
-    tell(f"{told} and left out:{lines}")
-    return good
 
 
 def split_rows(

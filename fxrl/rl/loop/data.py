@@ -22,11 +22,10 @@ from fxrl.rl.data.questions import (
     question_text,
     read_source,
     split_rows,
-    usable_rows,
 )
 from fxrl.rl.data.rewards import GIVEN, Reward, build_rewards, check_answer, check_arguments
 from fxrl.rl.data.verifiers import Environment
-from fxrl.rl.errors import BadConfigError
+from fxrl.rl.errors import BadConfigError, DataError
 from fxrl.rl.loop import fingerprint
 from fxrl.rl.report.files import Tell
 from fxrl.rl.report.progress import Stage
@@ -149,6 +148,10 @@ def read_examples(config: TrainConfig, tokenizer: Any, tell: Tell) -> Examples:
     return Examples(Split(train, held_out), tokenizer, config.prompts_per_step, size, said)
 
 
+MOST_NAMED = 5
+"""Unusable rows that a message names."""
+
+
 class _Rows:
     """The rows of ``[data]``, and those of ``[eval]`` if it has a source of its own."""
 
@@ -162,9 +165,28 @@ class _Rows:
         self._places = {id(row): place for row, place in pairs}
 
     def usable(self, rows: Sequence[Row], check: Callable[[Row], object]) -> list[Row]:
-        """The rows that ``check`` lets pass, as ``data.unusable_rows`` says."""
-        mode, place = self._config.data.unusable_rows, lambda row: self._places[id(row)]
-        return usable_rows(rows, check, mode=mode, place=place, tell=self._tell)
+        """The rows of which ``check`` raises no ``DataError``, as ``data.unusable_rows`` says."""
+        good, wrong = [], []
+        for row in rows:
+            try:
+                check(row)
+                good.append(row)
+            except DataError as error:
+                wrong.append(f"{self._places[id(row)]}: {error}")
+        if not wrong:
+            return good
+        more = [f"and {len(wrong) - MOST_NAMED} more"] if len(wrong) > MOST_NAMED else []
+        lines = "".join(f"\n  {line}" for line in [*wrong[:MOST_NAMED], *more])
+        told = f"data: {len(wrong)} of {len(rows)} rows are unusable"
+        if self._config.data.unusable_rows == "error":
+            raise DataError(
+                f"{told}:{lines}\ncorrect them, or leave them out: add data.unusable_rows=skip to "
+                'the command, or unusable_rows = "skip" under [data]'
+            )
+        if not good:
+            raise DataError(f"{told}, and no other is left:{lines}")
+        self._tell(f"{told} and left out:{lines}")
+        return good
 
     def split(self, text_of: Callable[[Row], str]) -> Split:
         """Rows to train on and held-out ones, without those that have no ``text_of``."""

@@ -123,7 +123,7 @@ class Rollouter:
             judge = Judge(rows, prompts, *judges)
             try:
                 if self.player is not None:
-                    groups = self._played(self.player, judge, rows, params, state)
+                    groups = self._played(self.player, judge, params)
                 else:
                     groups = self._generate(judge, prompts, params)
             except BaseException:
@@ -147,12 +147,7 @@ class Rollouter:
         return self._retrying(lambda: generate(ids, params, only=mine, on_finished=judge.finished))
 
     def _played(
-        self,
-        player: Player,
-        judge: Judge,
-        rows: Sequence[Row],
-        params: SamplingParams,
-        state: TrainerState,
+        self, player: Player, judge: Judge, params: SamplingParams
     ) -> list[list[Completion]]:
         """This rank's share of rollouts of several turns; a turn that took too long is drawn
         again."""
@@ -167,9 +162,9 @@ class Rollouter:
             return self._retrying(lambda: draw(prompts, params))
 
         assert params.seed is not None, "every turn has a seed of its own"
-        mine = deal([1.0] * len(rows), self.ranks.size)[self.ranks.rank]
-        groups: list[list[Completion]] = [[] for _ in rows]
-        asked = Assignment(rows, mine, params, state, generate)
+        mine = deal([1.0] * len(judge.rows), self.ranks.size)[self.ranks.rank]
+        groups: list[list[Completion]] = [[] for _ in judge.rows]
+        asked = Assignment(judge.rows, mine, params, judge.state, generate)
         for row, (group, heard, environments) in player.play(asked):
             groups[row] = list(group)
             judge.finished(row, group, heard, environments)
