@@ -39,8 +39,6 @@ _NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*\.\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a graph."""
-
     path: str  # the end of its module path, such as ``layers.3``
     site: str  # its name as a site, such as ``0:model.layers.3``
     # The nodes between barriers, in order; parts without work are left out.

@@ -50,7 +50,6 @@ def _is_checkout(place: Path) -> bool:
 
 
 def summary_of(script: Path) -> str:
-    """The first line of the script's docstring."""
     doc = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
     return doc.partition("\n")[0]
 

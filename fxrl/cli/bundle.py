@@ -47,8 +47,6 @@ _STEPS = 4  # the first of which compiles
 
 @dataclass(slots=True)
 class Bundle:
-    """The findings of a bundle."""
-
     files: dict[str, bytes] = field(default_factory=dict)  # path in the bundle -> content
     # Heading -> text, as the page shows them.
     sections: dict[str, str] = field(default_factory=dict)

@@ -76,7 +76,6 @@ def _tell(what: RenderableType, width: int | None = None) -> None:
 
 
 def report(found: Report) -> None:
-    """The report's own table and totals."""
     print(found if found.remarks else "no remarks: no pass found anything to say")
 
 

@@ -115,7 +115,6 @@ def _message_event(text: str) -> str:
 
 
 def _tell_error(error: BaseException, console: Console, *, json: bool, traceback: bool) -> None:
-    """One message."""
     text = in_words(error)
     trace = "".join(tracebacks.format_exception(error)) if traceback else ""
     if json:

@@ -88,7 +88,6 @@ class LogprobAlgebra:
         return total
 
     def scale(self, term: RowExpr, factor: float) -> RowExpr:
-        """``factor * term``."""
         if factor == 1:
             return term
         if factor == -1:

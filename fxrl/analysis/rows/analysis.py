@@ -119,7 +119,6 @@ class RowOutput:
     second: compute.SecondStep | None = None
 
     def replace(self, builder: Builder, value: fx.Node) -> None:
-        """Let the graph read ``value`` instead."""
         if self.second is not None:
             value = self.second(builder, value)
         if value is not self.node:
@@ -292,7 +291,6 @@ class _Walk:
         return list(value) if isinstance(value, tuple) else [value]
 
     def judge(self, cluster: list[fx.Node]) -> HeadSite:
-        """The site of a cluster."""
         for head in cluster:
             if head in self.refused:
                 raise _at(self.refused[head], head)

@@ -146,7 +146,6 @@ class ExprPool:
         self._reshaped: dict[int, tuple[RowExpr, list[int]]] = {}  # of what, and its local sizes
 
     def leaf(self, leaf: Leaf) -> RowExpr:
-        """The expression that reads ``leaf``."""
         return self._intern(("leaf", _key(leaf)), lambda: RowExpr(None, leaf=leaf))
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> RowExpr:
@@ -326,7 +325,6 @@ class RowValue:
         return tuple(tag == TOKEN for tag in self.tags)
 
     def is_token(self, dim: int) -> bool:
-        """Whether ``dim`` runs over tokens."""
         return self.tags[dim] == TOKEN
 
     def token_dim(self, dim: int) -> int:

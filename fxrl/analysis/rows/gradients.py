@@ -114,7 +114,6 @@ class _Backward:
                 rules.follow(node)
 
     def gradient(self, grad: fx.Node, like: RowValue) -> RowExpr:
-        """The expression of an input's gradient."""
         found = self._rules.row(grad)
         if found is None or found.tokens != like.tokens:
             raise Refusal("the backward of an autograd.Function gives no row of a gradient")

@@ -146,26 +146,6 @@ def _joined_with(rules: RowRules, item: fx.Node, row: RowValue, dim: int | None)
     return RowValue(operand(rules, item, tags, sizes, each=True), tags, sizes)
 
 
-def _padded(
-    rules: RowRules,
-    value: RowValue,
-    dim: int,
-    around: tuple[Size, Size],
-    sizes: tuple[Size, ...],
-    fill: Any,
-) -> RowValue:
-    """Rows of a constant before and behind the tokens of a dim."""
-    kept = _keeping(rules, value, fill)
-    if kept is None:
-        raise Refusal("tokens are padded with constants", "pad what is computed per token")
-    return selected(rules, kept, "pad", (value.token_dim(dim), *around), sizes)
-
-
-def _counts(size: Any) -> bool:
-    """Whether rows are added; a negative number cuts off as many."""
-    return not isinstance(size, int) or size >= 0
-
-
 # ---------------------------------------------------------------------------- blank rows
 #: What is zero where its first operand is.
 _KEEP_ZEROS = (
@@ -235,6 +215,7 @@ def _with_unit(rules: RowRules, row: RowValue, dim: int) -> RowValue:
 def pad(rules: RowRules, node: fx.Node) -> Rows:
     """Padding of local dims, or of tokens; ``pads`` is (before, after) from the last."""
     value, sizes = sole_row(rules, node), shape_of(node)
+    constants = Refusal("tokens are padded with constants", "pad what is computed per token")
     pads = bound(node)["pad"]
     padded = [len(value.tags) - 1 - at // 2 for at, size in enumerate(pads) if size != 0]
     if not padded:
@@ -242,16 +223,20 @@ def pad(rules: RowRules, node: fx.Node) -> Rows:
     if len(set(padded)) == 1 and value.wide:
         rows = units_as_tokens(rules, value, padded)
         at = 2 * (len(value.tags) - 1 - padded[0])
-        if rows.is_token(padded[0]) and all(map(_counts, pads[at : at + 2])):
-            around = pads[at], pads[at + 1]
-            return _padded(rules, rows, padded[0], around, sizes, float(bound(node)["value"] or 0))
+        cuts = [size for size in pads[at : at + 2] if isinstance(size, int) and size < 0]
+        if rows.is_token(padded[0]) and not cuts:
+            kept = _keeping(rules, rows, float(bound(node)["value"] or 0))
+            if kept is None:
+                raise constants
+            around = (rows.token_dim(padded[0]), *pads[at : at + 2])
+            return selected(rules, kept, "pad", around, sizes)
     local: list[Any] = []
     for at, dim in enumerate(reversed(range(len(value.tags) - len(pads) // 2, len(value.tags)))):
         pair = pads[2 * at : 2 * at + 2]
         if not value.is_token(dim):
             local += pair
         elif list(pair) != [0, 0]:
-            raise Refusal("tokens are padded with constants", "pad what is computed per token")
+            raise constants
     if any(not isinstance(size, int) for size in local):
         raise Refusal("the padding of the vocabulary depends on the batch")
     return rules.call(node, rules.resized(value.tags, sizes), self=value.expr, pad=local)

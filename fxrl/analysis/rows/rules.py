@@ -100,11 +100,9 @@ class RowRules:
             self.values[node] = self.apply(node)
 
     def fresh(self) -> RowRules:
-        """Equal rules for another graph."""
         return replace(self)
 
     def row(self, node: object) -> RowValue | None:
-        """The row value of a graph value, or None."""
         value = self.values.get(node) if isinstance(node, fx.Node) else None
         return value if isinstance(value, RowValue) else None
 

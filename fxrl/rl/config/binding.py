@@ -84,7 +84,6 @@ _KEY = re.compile(r"\s*(\[|[^#=]+=)")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:

@@ -129,7 +129,6 @@ def _judge_conflicts(config: TrainConfig) -> Iterator[str]:
 
 
 def _form_conflicts(config: TrainConfig) -> Iterator[str]:
-    """What does not go with what rows are."""
     named = f"loss.name={config.loss.name!r}"
     learns = f"but {named} learns from {config.form}; leave it out"
     if config.form == "prompts":
@@ -186,7 +185,6 @@ def _said(config: TrainConfig, paths: Sequence[str]) -> Iterator[str]:
 
 
 def _engine_conflicts(config: TrainConfig) -> Iterator[str]:
-    """What does not go with the engine."""
     if config.engine != "vllm":
         if config.sampling.extra:
             yield (

@@ -82,7 +82,6 @@ class ExampleBuilder:
         return json.dumps(found.get("prompt", found), sort_keys=True, default=str)
 
     def unit(self, row: Row) -> Unit:
-        """The row as tokens."""
         return FORMS[self.form].unit(self, self.columns(row))
 
     def answered(self, prompt: Any, answer: Any, column: str) -> TokenRow:
@@ -310,9 +309,7 @@ class Examples:
         return max(units, key=lambda unit: max(sum(row.lengths) for row in unit))
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """None."""
         return iter(())
 
     def failures(self) -> list[str]:
-        """None: nothing is asked of anybody."""
         return []

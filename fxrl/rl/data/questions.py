@@ -231,7 +231,6 @@ class PromptStream:
 
     @property
     def epoch(self) -> float:
-        """Epochs done so far."""
         return self.position / self.num_rows
 
     def _order(self, epoch: int) -> list[int]:
@@ -312,7 +311,6 @@ def question_text(config: DataConfig, column: str, row: Row) -> str:
 
 
 def messages_in(given: Sequence[Any], column: str) -> list[Message]:
-    """The messages of a conversation."""
     if not given:
         raise DataError(f"column {column!r} is empty; a conversation has a message at least")
     for message in given:
@@ -347,7 +345,6 @@ class ChatTemplate:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of what ``render`` made."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

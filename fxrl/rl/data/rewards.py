@@ -103,8 +103,6 @@ class CallFailed(RewardError):
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One reward of a run."""
-
     name: str  # as in metric keys ``rewards/<name>/mean``
     function: RewardFunction  # TRL's signature; may be async
     weight: float

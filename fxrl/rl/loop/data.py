@@ -60,7 +60,6 @@ class Questions:
     def source(
         self, engine: Engine, config: TrainConfig, tokenizer: Any, stage: Stage, ranks: Ranks
     ) -> Rollouter:
-        """What draws and judges completions of them."""
         player: Player | None = self.conversation
         if self.conversation is not None:
             self.conversation.tools.check_ranks(self.rewards, ranks.size)

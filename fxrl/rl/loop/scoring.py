@@ -47,24 +47,14 @@ def step_maker(config: TrainConfig, device: torch.device) -> MakeStep:
     dtype = config.model.autocast_dtype
 
     def make(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Batch], Any]:
-        loss_fn = with_autocast(loss_fn, device.type, dtype)
-        return optimize(model, loss_fn, config.fxrl) if config.optimize else partial(loss_fn, model)
+        def loss_under_autocast(model: nn.Module, batch: Batch) -> Any:
+            with torch.autocast(device.type, dtype=dtype):
+                return loss_fn(model, batch)
+
+        made = loss_fn if dtype is None else loss_under_autocast
+        return optimize(model, made, config.fxrl) if config.optimize else partial(made, model)
 
     return make
-
-
-def with_autocast(
-    loss_fn: Callable[..., Any], device_type: str, dtype: torch.dtype | None
-) -> Callable[..., Any]:
-    """``loss_fn`` under autocast; unchanged where ``dtype`` is ``None``."""
-    if dtype is None:
-        return loss_fn
-
-    def loss_under_autocast(model: nn.Module, batch: Batch) -> Any:
-        with torch.autocast(device_type, dtype=dtype):
-            return loss_fn(model, batch)
-
-    return loss_under_autocast
 
 
 def make_scorers(

@@ -45,11 +45,9 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The folder's."""
         return f"step-{self.step:08d}" + (f"-branch-{self.branch}" if self.branch > 1 else "")
 
     def under(self, run_dir: Path) -> Path:
-        """The checkpoint's folder."""
         return run_dir / FOLDER / self.name
 
 

@@ -196,7 +196,6 @@ class TrainingLoop:
                 self.reporter.message(told)
 
     def for_sure(self, action: Callable[[], T], what: str) -> T:
-        """``keep_trying`` as the configuration says."""
         retries, wait_s = self.config.disk_retries, self.config.disk_wait_s
         return keep_trying(action, what, self.reporter.message, retries=retries, wait_s=wait_s)
 

@@ -32,8 +32,6 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve of a chart."""
-
     name: str  # for the legend
     key: str  # in the records
     low: str = ""  # keys of a band around it, if any
@@ -65,8 +63,6 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One picture."""
-
     title: str
     x_ticks: list[tuple[float, str]]  # coordinate and number
     y_ticks: list[tuple[float, str]]

@@ -164,7 +164,6 @@ class JsonLines:
 
 
 def as_line(values: Mapping[str, Any]) -> bytes:
-    """One line of a JSON lines file."""
     return json.dumps(values, default=str).encode() + b"\n"
 
 

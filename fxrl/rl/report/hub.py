@@ -50,7 +50,6 @@ class HubPush(Callback):
     def on_train_end(
         self, config: TrainConfig, state: TrainerState, control: Control, **kwargs: Any
     ) -> None:
-        """Pushes the trained model."""
         final: Path | None = kwargs["final"]
         if final is None:
             return

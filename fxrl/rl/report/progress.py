@@ -173,7 +173,6 @@ class Reporter:
 
     @contextmanager
     def stage(self, text: str) -> Iterator[Say]:
-        """See ``Stage``."""
         depth, kind, since = len(self.open), "", self.clock()
 
         def say(words: str) -> None:
@@ -214,7 +213,6 @@ class Reporter:
         return max(0.0, each * (self.total - self.done) - spent)
 
     def message(self, text: str) -> None:
-        """A sentence for the user."""
         self._written = self.clock()
         self.console.out(text, highlight=False)
 
@@ -233,7 +231,6 @@ class Reporter:
         self.show(report)
 
     def step(self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """One step's metrics and sample completions."""
         self._count(record, samples)
         columns = (*COLUMNS[1:], *EXAMPLE_COLUMNS)
         words = [f"{name} {_cell(record, key, form)}" for name, key, form in columns]
@@ -257,7 +254,6 @@ class Reporter:
             self.show(completions_table(samples))
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """The end of the run."""
         self.show_last()
         table = Table(title="summary", show_header=False)
         for name, value in values.items():
