@@ -32,18 +32,12 @@ from fxrl.rl.types import TrainerState
 
 @dataclass(slots=True)
 class Control:
-    """What a callback may ask for, by setting it to ``True``.
+    """What a callback may ask for, by setting it to ``True``."""
 
-    Attributes:
-        should_training_stop: end after this step, as if it were the last: with an evaluation, a
-            checkpoint and the trained model.
-        should_save: write a checkpoint after this step.
-        should_evaluate: answer the held-out questions after this step.
-    """
-
+    # End after this step as if it were the last, with an evaluation, a checkpoint and the model.
     should_training_stop: bool = False
-    should_save: bool = False
-    should_evaluate: bool = False
+    should_save: bool = False  # write a checkpoint after this step
+    should_evaluate: bool = False  # answer the held-out questions after this step
 
 
 class Callback:

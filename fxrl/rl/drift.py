@@ -47,15 +47,11 @@ def probe_rows(plan: Sequence[Sequence[int]], totals: Sequence[int]) -> tuple[in
 
 
 def measured(logps: Tensor, batch: Batch) -> Metrics:
-    """The metrics of one scored batch, as a loss reports them but for a ratio that nothing cuts.
+    """The metrics of one scored batch, as a loss reports them but for a ratio that nothing cuts: by
+    TRL's names, and ``sampling/kl``, estimate (k3) of KL(sampler || trainer) per token.
 
-    Args:
-        logps: [B, C] the trainer's log-probs of the sampled tokens, before its first update, at the
-            sampling temperature; where ``completion_mask`` is 0 it may hold anything.
-        batch: with ``rollout_logps``, the sampler's. A token without a finite one is left out.
-
-    Returns:
-        By TRL's names, and ``sampling/kl``: estimate (k3) of KL(sampler || trainer) per token.
+    ``logps`` [B, C] are the trainer's of the sampled tokens, before its first update, at the
+    sampling temperature; the sampler's are in ``batch``. A token without finite ones is left out.
     """
     ours, theirs = logps.double(), batch["rollout_logps"].double()
     counted = batch["completion_mask"].bool() & (ours - theirs).isfinite()

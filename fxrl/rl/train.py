@@ -44,15 +44,8 @@ def main(
     overwrite: bool = False,
     traceback: bool = False,
 ) -> int:
-    """Runs ``fxrl train``.
-
-    Args:
-        resume, accept_changes, overwrite: as of ``Trainer.train``.
-        json: JSON lines on stdout instead of a live view.
-
-    Returns:
-        The exit code, see the module's docstring.
-    """
+    """Runs ``fxrl train`` and returns its exit code; ``resume``, ``accept_changes`` and
+    ``overwrite`` are ``Trainer.train``'s, ``json`` writes lines of it instead of a live view."""
     output = Output(_message_event if json else str)
     rank = os.environ.get("RANK", "0")
     quiet = nullcontext() if rank == "0" else silent()

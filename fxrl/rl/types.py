@@ -62,17 +62,11 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What reward functions and callbacks may read of the run, under TRL's names.
+    """What reward functions and callbacks may read of the run, under TRL's names."""
 
-    Attributes:
-        global_step: the step that is being made, or was made last.
-        max_steps: the run's last.
-        epoch: passes over the training questions so far.
-    """
-
-    global_step: int
-    max_steps: int
-    epoch: float
+    global_step: int  # that is being made, or was made last
+    max_steps: int  # the run's last
+    epoch: float  # passes over the training questions so far
 
     def __deepcopy__(self, memo: object) -> TrainerState:
         return self  # frozen, of plain numbers

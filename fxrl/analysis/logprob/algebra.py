@@ -37,25 +37,19 @@ HIT = "hit"
 
 
 class LogprobAlgebra:
-    """The recogniser for one head.
-
-    Attributes:
-        vocab: size of the vocabulary.
-        target: the ids whose log-prob is taken, ``[n]`` or ``[n, 1]``, once seen.
-        picked: whether an entry is picked by them. Else they were compared with alone, and may lie
-            outside of the vocabulary, as labels do that a loss ignores.
-        transform: the logits that all statistics are of, once seen.
-        stats: name of each statistic used -> whether it is differentiated.
-    """
+    """The recogniser for one head, of a vocabulary of ``vocab``."""
 
     def __init__(self, pool: ExprPool, head: RowExpr, vocab: int) -> None:
         self.pool = pool
         self.head = head
         self.vocab = vocab
+        # The ids whose log-prob is taken, ``[n]`` or ``[n, 1]``, once seen, and whether they pick
+        # an entry. Else they were compared with alone, and may lie outside of the vocabulary, as
+        # labels do that a loss ignores.
         self.target: RowExpr | None = None
         self.picked = False
-        self.transform: Transform | None = None
-        self.stats: dict[str, bool] = {}
+        self.transform: Transform | None = None  # the logits that all statistics are of, once seen
+        self.stats: dict[str, bool] = {}  # name of each one used -> whether it is differentiated
         self._forms: dict[tuple[int, bool], Form] = {}
         self._narrow: dict[tuple[int, bool], RowExpr] = {}
         self._reads: dict[int, bool] = {}

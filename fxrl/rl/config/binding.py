@@ -168,16 +168,11 @@ def bind(
     suggest: _Suggester | None = None,
 ) -> T | None:
     """An instance of dataclass ``cls``, without wrong keys; ``None`` where a value is wrong.
+    ``problems`` gets a line for each; ``path`` is the dotted name of ``table`` in them, and
+    ``suggest`` the cure for a wrong key.
 
     NOTE [Why what does not fit is left unset]: a default in its place would be judged together with
     other keys, and what is said of it would not be true. Checks end where they read such a key.
-
-    Args:
-        cls: a dataclass; nested dataclasses are nested tables.
-        table: keys and values, values may be ``Text`` (an override).
-        problems: gets one line per wrong key, wrong value or missing key.
-        path: dotted name of ``table`` in the whole tree, for the messages.
-        suggest: the cure for a wrong dotted key; made from ``cls`` where not given.
     """
     suggest = suggest or _Suggester(cls)
     fields = keys_of(cls)
@@ -246,18 +241,14 @@ def dotted_names(cls: type[Any], path: str = "") -> Iterator[str]:
 
 
 class _Suggester:
-    """The cure for a wrong key: what it means (``KEY_ALIASES``, ``KEY_ANSWERS``), else is like.
-
-    Attributes:
-        meant: the keys that were named so; that they are not given is no news.
-    """
+    """The cure for a wrong key: what it means (``KEY_ALIASES``, ``KEY_ANSWERS``), else is like."""
 
     def __init__(self, cls: type[Any]) -> None:
         self._names = sorted(dotted_names(cls), key=lambda name: -name.count("."))
         by_leaf = {name.rpartition(".")[2]: name for name in self._names}
         self._answers: Mapping[str, str] = getattr(cls, "KEY_ANSWERS", {})
         self._near: Mapping[str, str] = by_leaf | getattr(cls, "KEY_ALIASES", {})
-        self.meant: set[str] = set()
+        self.meant: set[str] = set()  # the keys named so; that they are not given is no news
 
     def __call__(self, name: str) -> str:
         leaf = name.rpartition(".")[2]

@@ -38,7 +38,8 @@ from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.data import Questions
 from fxrl.rl.loop.models import TrainedModel, load_teacher, pick_device
 from fxrl.rl.loop.scoring import Scorers, make_scorers, step_maker
-from fxrl.rl.loop.updater import Updater, build_optimizer, lr_factor
+from fxrl.rl.loop.sharded import build_optimizer
+from fxrl.rl.loop.updater import Updater, lr_factor
 from fxrl.rl.report.progress import Reporter
 from fxrl.rl.rollout.rollouter import Rollouter
 from fxrl.rl.types import Batch

@@ -25,27 +25,21 @@ from fxrl.rl.types import Batch, Experience, Metrics, TokenRow, TrainerState
 
 
 class TrainingIteration:
-    """Step ``number`` of a run, and how far it has come.
-
-    Attributes:
-        updated: a weight has changed, or may have.
-        trained: all updates are made.
-        experience: what it trains on, once that is there.
-        engine_state: the sampler's, after them.
-    """
+    """Step ``number`` of a run, and how far it has come."""
 
     def __init__(self, parts: RunParts, number: int) -> None:
         self.config, self.parts, self.number = parts.config, parts, number
         self.device = next(parts.model.parameters()).device
         ledger = ledger_of(parts.engine)
         self.clock = Clock(self.device, ledger.given_back) if ledger else Clock(self.device)
-        self.trained, self._begun = False, parts.updater.num_begun
+        self.trained, self._begun = False, parts.updater.num_begun  # all updates are made
         self.record: dict[str, Any] = {"step": number}
-        self.experience: Experience | None = None
-        self.engine_state: dict[str, Any] = {}
+        self.experience: Experience | None = None  # what it trains on, once that is there
+        self.engine_state: dict[str, Any] = {}  # the sampler's, after it
 
     @property
     def updated(self) -> bool:
+        """Whether a weight has changed, or may have."""
         return self.parts.updater.num_begun > self._begun
 
     def run(self) -> Experience:

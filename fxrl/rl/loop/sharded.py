@@ -1,4 +1,4 @@
-"""An optimizer whose states the ranks share out: ZeRO's first stage (arXiv 1910.02054).
+"""The optimizer, whose states the ranks may share out: ZeRO's first stage (arXiv 1910.02054).
 
 Each parameter has one rank that keeps its states and updates it; then it sends the new values to
 the others. That is ``torch.distributed.optim.ZeroRedundancyOptimizer``. Gradients and weights stay
@@ -12,7 +12,7 @@ into ``local_optimizer``, the plain one over a rank's own parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,23 +20,24 @@ from torch import Tensor, nn
 
 from fxrl.distributed import Ranks
 from fxrl.rl.config.named import make_optimizer
+from fxrl.rl.config.tables import OptimConfig
 
 
-def can_share(parameters: Sequence[nn.Parameter], ranks: Ranks) -> bool:
-    """Whether there are ranks to share states with, and ``ZeroRedundancyOptimizer`` takes these
-    parameters: all of one dtype and device."""
-    return ranks.size > 1 and len({(p.dtype, p.device) for p in parameters}) == 1
-
-
-def sharded_optimizer(
-    name: str, parameters: Sequence[nn.Parameter], options: Mapping[str, Any], ranks: Ranks
+def build_optimizer(
+    config: OptimConfig, parameters: Iterable[nn.Parameter], ranks: Ranks | None = None
 ) -> torch.optim.Optimizer:
-    """An optimizer of ``torch.optim`` whose states are distributed over the ranks. Raises
-    ``ConfigError`` if it refuses its keywords."""
+    """The optimizer over the trainable ones of ``parameters``; ``ranks``, if there are several,
+    share out its states where these parameters are of one dtype and device. Raises ``ConfigError``
+    if it refuses its keywords."""
+    trained = [p for p in parameters if p.requires_grad]
+    options = {"lr": config.lr, **config.options}
+    kinds = {(p.dtype, p.device) for p in trained}
+    if ranks is None or ranks.size == 1 or len(kinds) > 1:
+        return make_optimizer(config.name, trained, options)
     # Its module compiles old functional optimizers, which takes a while and warns.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    sharded: Any = make_optimizer(name, parameters, options, ZeroRedundancyOptimizer)
+    sharded: Any = make_optimizer(config.name, trained, options, ZeroRedundancyOptimizer)
     sharded.optim.register_step_post_hook(lambda *_: ranks.meet())
     return sharded  # type: ignore[no-any-return]
 

@@ -1,11 +1,11 @@
-"""The optimizer out of ``torch.optim``, and one update over all micro-batches of a step."""
+"""One update over all micro-batches of a step."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,31 +19,17 @@ from fxrl.distributed import RankError, Ranks
 from fxrl.errors import FxrlError
 from fxrl.files import replacing
 from fxrl.losses import LossInfo
-from fxrl.rl.config.named import make_optimizer
 from fxrl.rl.config.tables import LossConfig, OptimConfig
 from fxrl.rl.errors import LossError, NonFiniteError, raised, raised_at
 from fxrl.rl.loop.batching import Share, micro_batch_weights
 from fxrl.rl.loop.gradients import GradientSum
 from fxrl.rl.loop.metrics import checked_result, merge_metrics
-from fxrl.rl.loop.sharded import can_share, copied, local_optimizer, on_cpu, sharded_optimizer
+from fxrl.rl.loop.sharded import copied, local_optimizer, on_cpu
 from fxrl.rl.process_state import ProcessState
 from fxrl.rl.report.progress import jsonable
 from fxrl.rl.types import Batch, Metrics
 
 log = logging.getLogger(__name__)
-
-
-def build_optimizer(
-    config: OptimConfig, parameters: Iterable[nn.Parameter], ranks: Ranks | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer over the trainable ones of ``parameters``; its states are distributed over
-    ``ranks``, if given (``fxrl.rl.loop.sharded``). Raises ``ConfigError`` if it refuses its
-    keywords."""
-    trained = [p for p in parameters if p.requires_grad]
-    options = {"lr": config.lr, **config.options}
-    if ranks is not None and can_share(trained, ranks):
-        return sharded_optimizer(config.name, trained, options, ranks)
-    return make_optimizer(config.name, trained, options)
 
 
 def lr_factor(config: OptimConfig, update: int, num_updates: int) -> float:
@@ -280,15 +266,8 @@ class Updater:
         return f"loss {self.loss.name!r}{self.place}"
 
     def update(self, batches: Sequence[Batch], step_number: int) -> Metrics:
-        """One update, or none if loss or gradient is not finite; the same on all ranks.
-
-        Returns:
-            ``loss``, ``grad_norm`` (before clipping), ``learning_rate``, ``nonfinite`` (1.0 if the
-            update was skipped) and the loss's metrics.
-
-        Raises:
-            NonFiniteError: ``max_nonfinite`` updates in a row were skipped; the batch is saved.
-        """
+        """One update, or none if loss or gradient is not finite; the same on all ranks. Raises
+        ``NonFiniteError``, the batch saved, if ``max_nonfinite`` in a row were none."""
         loss, norm, metrics = self.backward(batches)
         rate = float(self.schedule.get_last_lr()[0])
         finite = math.isfinite(loss) and math.isfinite(norm)

@@ -70,11 +70,8 @@ class JsonLines:
     """Appends one JSON object per line; each line is on disk when ``write`` returns.
 
     A line that cannot be written, on a full disk, waits in memory for the next one; the file never
-    holds a part of a line.
-
-    Args:
-        keep_until: lines whose ``step`` is larger leave the file (see NOTE [No line is dropped]).
-        revise: is applied to those that stay.
+    holds a part of a line. Lines whose ``step`` is above ``keep_until`` leave it (NOTE [No line is
+    dropped]); ``revise`` is applied to those that stay.
     """
 
     def __init__(

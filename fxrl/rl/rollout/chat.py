@@ -42,17 +42,11 @@ class ChatTemplateError(ConfigError):
 
 
 class Chat(ChatTemplate):
-    """Conversations of one tokenizer.
+    """Conversations of one tokenizer; without ``calls``, of tools, ``parse`` is not for use.
 
-    Args:
-        response_template: of transformers; by default the tokenizer's, else what the chat template
-            implies (NOTE [Which syntax]).
-        calls: there are tools; without them ``parse`` is not for use.
-
-    Raises:
-        ChatTemplateError: the template writes no tool calls, or in a syntax that cannot be told
-            from it (NOTE [Which syntax]), and there is no response template.
-        ConfigError: transformers is too old.
+    ``response_template`` is of transformers; by default the tokenizer's, else what the chat
+    template implies (NOTE [Which syntax]), with a ``ChatTemplateError`` where that is none. Raises
+    ``ConfigError`` if transformers is too old.
     """
 
     def __init__(
@@ -76,16 +70,10 @@ class Chat(ChatTemplate):
     def parse(
         self, ids: Sequence[int], prompt: Sequence[int], schemas: Sequence[Schema], *, ended: bool
     ) -> Message:
-        """The assistant's message of what the policy drew.
-
-        Args:
-            prompt: tokens that they were drawn on.
-            ended: the last of ``ids`` is a stop token.
-
-        Returns:
-            ``role``, ``content``, and ``tool_calls`` where there are any, each with ``id`` and
-            ``function``: ``name`` and ``arguments``. What is no call that can be read is content.
-        """
+        """The assistant's message of what the policy drew on ``prompt``; ``ended``: the last of
+        ``ids`` is a stop token. It has ``role``, ``content``, and ``tool_calls`` where there are
+        any, each with ``id`` and ``function``: ``name`` and ``arguments``. What is no call that can
+        be read is content."""
         stop = self.tokenizer.decode(list(ids[-1:])) if ended else ""
         # Of an implied syntax nothing refers to the stop token; a given one may need it.
         given = ids[:-1] if ended and self._is_derived else ids

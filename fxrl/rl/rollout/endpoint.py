@@ -20,10 +20,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxrl.engines import Completion, SamplingParams
 from fxrl.errors import shown
@@ -39,18 +40,12 @@ MOST_EMPTY = 100
 """Empty answers that a rollout without room gets; whoever asks further does not end by itself."""
 
 
-@dataclass(slots=True)
-class Exchange:
-    """A request and, once there is one, its answer."""
+class Exchange(NamedTuple):
+    """A request and its answer, which may come later; ``None`` if there will be none."""
 
     rollout: int
     body: Mapping[str, Any]
-    done: threading.Event = field(default_factory=threading.Event)
-    reply: Reply | None = None
-
-    def answer(self, reply: Reply) -> None:
-        self.reply = reply
-        self.done.set()
+    reply: Future[Reply | None]
 
 
 class Endpoint:
@@ -70,7 +65,7 @@ class Endpoint:
         with self._changed:
             self._open = False
             for one in self._asked:
-                one.done.set()
+                one.reply.set_result(None)
         self._server.shutdown()
         self._server.server_close()
 
@@ -95,22 +90,18 @@ class Endpoint:
 
     def ask(self, rollout: int, body: Mapping[str, Any]) -> Reply | None:
         """Waits for the answer; ``None`` if there will be none."""
-        exchange = Exchange(rollout, body)
+        exchange = Exchange(rollout, body, Future())
         with self._changed:
             if not self._open:
                 return None
             self._asked.append(exchange)
             self._changed.notify_all()
-        exchange.done.wait()
-        return exchange.reply
+        return exchange.reply.result()
 
 
 class Talk:
-    """A rollout as its program sees it (NOTE [What a program may send]).
-
-    Args:
-        params: of each turn; ``max_tokens`` of all turns and answers together.
-    """
+    """A rollout as its program sees it (NOTE [What a program may send]). ``params`` are of each
+    turn, their ``max_tokens`` of all turns and answers together."""
 
     def __init__(
         self, builder: PromptBuilder, chat: Callable[[bool], Chat], params: SamplingParams

@@ -105,11 +105,7 @@ class Transcript:
 
 
 def check_sampled(whole: Completion, draws: Iterable[Completion], who: str) -> None:
-    """Refuses tokens that the engine did not draw so: NOTE [What is checked].
-
-    Args:
-        draws: what the engine drew for it, and maybe for others.
-    """
+    """Refuses tokens that are not among ``draws`` of the engine: NOTE [What is checked]."""
     by_prompt: dict[tuple[int, ...], list[Completion]] = defaultdict(list)
     for draw in draws:
         by_prompt[draw.prompt_token_ids].append(draw)

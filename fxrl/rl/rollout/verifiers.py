@@ -76,7 +76,7 @@ class VerifiersPlayer:
         for one in exchanges:
             place = places[one.rollout]
             if (reply := talks[place].listen(one.body)) is not None:
-                one.answer(reply)
+                one.reply.set_result(reply)
             else:
                 playing[place] = one
         if not playing:
@@ -84,7 +84,7 @@ class VerifiersPlayer:
         transcripts = {place: talks[place].transcript for place in playing}
         drawn = drawn_turn(asked, transcripts, turn)  # type: ignore[arg-type]
         for (place, exchange), completion in zip(playing.items(), drawn, strict=True):
-            exchange.answer(talks[place].say(completion))
+            exchange.reply.set_result(talks[place].say(completion))
 
     def _told(self, group: Sequence[tuple[Talk, Any]]) -> Group:
         completions, told = [], []

@@ -9,7 +9,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fxrl.errors import ConfigError
 from fxrl.rl.config.tables import OptimConfig
-from fxrl.rl.loop.updater import build_optimizer, lr_factor
+from fxrl.rl.loop.sharded import build_optimizer
+from fxrl.rl.loop.updater import lr_factor
 
 
 def rates(num_updates, **options):
