@@ -11,7 +11,7 @@ early is the import of the compiler's modules and its workers' start (not measur
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +36,8 @@ from fxrl.rl.data.questions import PromptStream
 from fxrl.rl.errors import defined_at
 from fxrl.rl.loop import fingerprint
 from fxrl.rl.loop.data import Questions
-from fxrl.rl.loop.models import TrainedModel, load_teacher, pick_device
+from fxrl.rl.loop.models import Models, pick_device
+from fxrl.rl.loop.prepare import Task
 from fxrl.rl.loop.scoring import Scorers, make_scorers, step_maker
 from fxrl.rl.loop.sharded import build_optimizer
 from fxrl.rl.loop.updater import Updater, lr_factor
@@ -72,21 +73,16 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build_parts(
-    config: TrainConfig,
-    data: Questions | Examples,
-    run_dir: Path,
-    reporter: Reporter,
-    callbacks: Sequence[object] = (),
-    ranks: Ranks | None = None,
-) -> RunParts:
+def build_parts(task: Task, reporter: Reporter) -> RunParts:
     """Load the model and wire the run together. Raises ``ModelError`` or ``FetchError`` if there is
     no such model, ``ConfigError`` if something does not fit it, ``EngineError`` if vLLM is missing
     or cannot be built."""
-    ranks = ranks or Ranks()
-    spec = _engine_spec(config, data, run_dir, reporter, ranks)
-    teacher = load_teacher(config, data.tokenizer, spec.device, reporter.stage)
-    model, tokenizer, engine = build_engine(config.engine, spec)
+    config, data, ranks = task.config, task.data, task.ranks
+    device, made = pick_device(config.model.device), Path(config.run_dir).absolute() / "model"
+    peers = Peers.of(ranks.gather) if config.model.sharded else None
+    models = Models(config, data.tokenizer, device, made, peers, reporter.stage)
+    teacher = models.teacher()
+    model, tokenizer, engine = build_engine(config.engine, _engine_spec(task, models, reporter))
     with ExitStack() as where_it_fails:
         where_it_fails.callback(engine.close)
         _check_positions(model, data, config.sampling.max_tokens)
@@ -107,10 +103,10 @@ def build_parts(
             data=data,
             source=source,
             stream=PromptStream(len(data.split.train), config.seed, shuffle=config.data.shuffle),
-            updater=_updater(config, model, step, loss_fn, run_dir, ranks),
+            updater=_updater(task, model, step, loss_fn),
             scorers=make_scorers(config, model, loss_fn, make_step, draws=source.draws),
             reporter=reporter,
-            events=Events(config, tuple(callbacks), {"model": model, "tokenizer": tokenizer}),
+            events=Events(config, task.callbacks, {"model": model, "tokenizer": tokenizer}),
             fingerprints={**data.fingerprints, **made_of},
             ranks=ranks,
         )
@@ -123,34 +119,24 @@ def prompts_each(config: TrainConfig, ranks: Ranks) -> int:
     return -(-config.prompts_per_step // ranks.size)
 
 
-def _engine_spec(
-    config: TrainConfig,
-    data: Questions | Examples,
-    run_dir: Path,
-    reporter: Reporter,
-    ranks: Ranks,
-) -> EngineSpec:
+def _engine_spec(task: Task, models: Models, reporter: Reporter) -> EngineSpec:
     """How the run's model is come by, and what the run wants of its engine."""
-    device = pick_device(config.model.device)
-    wanted, stage = config.model, reporter.stage
-    made = run_dir.absolute() / "model"
-    peers = Peers.of(ranks.gather) if wanted.sharded else None
-    model = TrainedModel(config, data.tokenizer, device, made, peers, stage)
+    config, data, wanted = task.config, task.data, task.config.model
     adapter = wanted.adapter
     rank = None if wanted.lora is None else wanted.lora.r
     return EngineSpec(
-        load=model.load,
-        folder=model.folder,
-        trainable=model.trainable,
+        load=models.load,
+        folder=models.folder,
+        trainable=models.trainable,
         longest_prompt=data.longest,
         max_tokens=config.sampling.max_tokens,
-        num_sequences=prompts_each(config, ranks) * config.sampling.num_generations,
-        device=device,
+        num_sequences=prompts_each(config, task.ranks) * config.sampling.num_generations,
+        device=models.device,
         dtype=getattr(torch, wanted.dtype),
         autocast=wanted.autocast_dtype,
         seed=config.seed,
         tell=reporter.message,
-        stage=stage,
+        stage=reporter.stage,
         options=getattr(config, config.engine, None),  # the table of the engine's name
         lora_rank=rank if adapter is None else adapter.rank,
         prompts_grow=isinstance(data, Questions) and data.grow,
@@ -175,14 +161,10 @@ def _check_positions(model: nn.Module, data: Questions | Examples, max_tokens: i
 
 
 def _updater(
-    config: TrainConfig,
-    model: nn.Module,
-    step: Callable[[Batch], Any],
-    loss_fn: Callable[..., Any],
-    run_dir: Path,
-    ranks: Ranks,
+    task: Task, model: nn.Module, step: Callable[[Batch], Any], loss_fn: Callable[..., Any]
 ) -> Updater:
     """What updates the model's trained parameters by ``step``, ``loss_fn`` of it."""
+    config, ranks = task.config, task.ranks
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ModelError(
@@ -200,7 +182,7 @@ def _updater(
         loss=config.loss,
         max_grad_norm=config.optim.max_grad_norm,
         max_nonfinite=config.max_nonfinite,
-        run_dir=run_dir,
+        run_dir=Path(config.run_dir),
         place=defined_at(loss_fn) if ":" in config.loss.name else "",
         info=loss_info(loss_fn),
         ranks=ranks,

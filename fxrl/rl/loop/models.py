@@ -43,11 +43,11 @@ def pick_device(name: str) -> torch.device:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedModel:
-    """The model of a run before an engine has it; ``made`` gets weights that no folder has."""
+class Models:
+    """The models of a run, and how its own is come by; ``made`` gets weights no folder has."""
 
     config: TrainConfig
-    tokenizer: Any  # its own, or that of its adapter's folder
+    tokenizer: Any  # the model's own, or that of its adapter's folder
     device: torch.device
     made: Path
     peers: Peers | None
@@ -155,6 +155,25 @@ class TrainedModel:
                 parameter.data = at_least_float32(parameter.data)
         return model
 
+    def teacher(self) -> nn.Module | None:
+        """The frozen model of ``[teacher]``. Raises ``ModelError`` or ``FetchError`` if there is no
+        such model, or it has another vocabulary."""
+        wanted = self.config.teacher
+        if wanted is None:
+            return None
+        if isinstance(wanted.id, nn.Module):
+            teacher = wanted.id.to(self.device)
+        else:
+            dtype, bits = wanted.dtype, wanted.quantization
+            with self.stage(f"loading the teacher: {wanted.id}") as say:
+                teacher, theirs = load_model(
+                    wanted.id, dtype, self.device, quantization=bits, on_progress=say
+                )
+            if theirs is not None:
+                _check_vocabulary(wanted.id, theirs.get_vocab(), self.tokenizer.get_vocab())
+        train_without_cache(teacher)
+        return teacher.requires_grad_(False).eval()
+
 
 def _checkpoint(model: Any) -> None:
     """Activation checkpointing, by its name in whichever transformers is installed; without the
@@ -162,28 +181,6 @@ def _checkpoint(model: Any) -> None:
     new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
     getattr(model, new if hasattr(model, new) else old)()
     train_without_cache(model)
-
-
-def load_teacher(
-    config: TrainConfig, tokenizer: Any, device: torch.device, stage: Stage
-) -> nn.Module | None:
-    """The frozen model of ``[teacher]``. Raises ``ModelError`` or ``FetchError`` if there is no
-    such model, or it has another vocabulary."""
-    wanted = config.teacher
-    if wanted is None:
-        return None
-    if isinstance(wanted.id, nn.Module):
-        teacher = wanted.id.to(device)
-    else:
-        with stage(f"loading the teacher: {wanted.id}") as say:
-            bits = wanted.quantization
-            teacher, theirs = load_model(
-                wanted.id, wanted.dtype, device, quantization=bits, on_progress=say
-            )
-        if theirs is not None:
-            _check_vocabulary(wanted.id, theirs.get_vocab(), tokenizer.get_vocab())
-    train_without_cache(teacher)
-    return teacher.requires_grad_(False).eval()
 
 
 def _check_vocabulary(name: str, theirs: Mapping[str, int], own: Mapping[str, int]) -> None:

@@ -33,14 +33,15 @@ from fxrl.rl.types import Experience, TokenRow
 FILE = "ref_log_probs.safetensors"
 
 
-def precompute(parts: RunParts, run_dir: Path) -> None:
+def precompute(parts: RunParts) -> None:
     """Give the rows of ``parts`` their ``ref_logps``, and drop the reference if nothing else needs
     it. All ranks call it, while the weights are still those that training starts from.
 
     Raises ``CheckpointError`` if the file in ``run_dir`` is damaged or belongs to another model or
     other rows, ``OSError`` if it cannot be written.
     """
-    data, path, reporter = parts.data, run_dir / FILE, parts.reporter
+    data, reporter = parts.data, parts.reporter
+    path = Path(parts.config.run_dir) / FILE
     assert isinstance(data, Examples)
     rows = [row for unit in _units(data) for row in unit]
     made_of = _made_of(parts, rows)

@@ -52,8 +52,8 @@ def run(task: Task, reporter: Reporter) -> Outcome:
     try_to_write(lambda: _start_folder(config, run_dir, new=task.found is None), str(run_dir))
     seed_everything(config.seed)
     with reporter.stage(_BUILDING):
-        parts = build_parts(config, task.data, run_dir, reporter, task.callbacks, task.ranks)
-        loop = TrainingLoop(parts, run_dir, task.start.again)
+        parts = build_parts(task, reporter)
+        loop = TrainingLoop(parts, task.start.again)
     try:
         with warned(reporter.message):
             outcome = _trained(loop, task)
@@ -73,7 +73,7 @@ def _trained(loop: TrainingLoop, task: Task) -> Outcome:
     try:
         with reporter.stage(_BUILDING):
             if config.precompute_ref_log_probs:
-                precompute(parts, loop.run_dir)
+                precompute(parts)
             if task.found is not None:
                 loop.resume(task.found, accept_changes=task.start.accept_changes)
                 reporter.message(f"resumed at step {loop.done} from {task.found}")

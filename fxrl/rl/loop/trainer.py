@@ -47,13 +47,14 @@ class TrainingLoop:
     ``again`` says what goes on with it, for messages.
     """
 
-    def __init__(self, parts: RunParts, run_dir: Path, again: str) -> None:
-        self.config, self.parts, self.run_dir, self.again = parts.config, parts, run_dir, again
+    def __init__(self, parts: RunParts, again: str) -> None:
+        self.config, self.parts, self.again = parts.config, parts, again
+        self.run_dir = Path(self.config.run_dir)
         self.reporter = parts.reporter
         self.done = 0
         self.num_tokens = 0
         self.initial: Metrics = {}
-        self._branch = store.next_branch(run_dir)
+        self._branch = store.next_branch(self.run_dir)
         self._parent: str | None = None
         self._start_of_step: dict[str, Any] = {}
         self._step_now: TrainingIteration | None = None
