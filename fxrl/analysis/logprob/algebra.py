@@ -110,10 +110,7 @@ class LogprobAlgebra:
         return rule(self, expr, attached)
 
     def affine(self, expr: RowExpr, attached: bool) -> Affine:
-        form = self.form(expr, attached)
-        if not isinstance(form, Affine):
-            raise Refusal("an op takes logits or log-probs and gets something else")
-        return form
+        return _affine(self.form(expr, attached))
 
     def unit(self, form: Affine) -> Affine:
         """The same form with ``a = 1``: the factor moves into the transform."""
@@ -265,6 +262,12 @@ class LogprobAlgebra:
         ):
             raise Refusal("log-probs of two different targets are taken")
         self.target = ids
+
+
+def _affine(form: Form) -> Affine:
+    if not isinstance(form, Affine):
+        raise Refusal("an op takes logits or log-probs and gets something else")
+    return form
 
 
 # ---------------------------------------------------------------------- what an op makes of forms
@@ -454,18 +457,22 @@ def _biased(algebra: LogprobAlgebra, form: Affine, vector: RowExpr, sign: float)
 
 
 # ---------------------------------------------------------------------- reductions of forms
-def _vocab_dim_only(algebra: LogprobAlgebra, expr: RowExpr) -> None:
-    dims = bound(expr)["dim"]
-    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
-    rank = 1 + len(algebra.local_sizes(expr.args[0]))
-    if [d % rank for d in dims] != [algebra.vocab_dim(expr.args[0])]:
-        raise Refusal("a reduction over other dims than the vocabulary")
+Reduction = Callable[[LogprobAlgebra, RowExpr, bool], RowExpr]
 
 
-def _keep(algebra: LogprobAlgebra, expr: RowExpr, value: RowExpr) -> RowExpr:
-    """``[n]`` in the layout of the reduction: its other local dims, which have size 1."""
-    ones = len(algebra.local_sizes(expr.args[0])) - (not bound(expr)["keepdim"])
-    return algebra.in_layout(value, ones)
+def _over_vocab(of: Callable[[LogprobAlgebra, Form], RowExpr]) -> Reduction:
+    """``of`` a form, ``[n]``, as a reduction over the vocabulary alone."""
+
+    def reduced(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
+        source, given = expr.args[0], bound(expr)
+        dims = given["dim"] if isinstance(given["dim"], (tuple, list)) else (given["dim"],)
+        rank = 1 + len(algebra.local_sizes(source))
+        if [d % rank for d in dims] != [algebra.vocab_dim(source)]:
+            raise Refusal("a reduction over other dims than the vocabulary")
+        value = of(algebra, algebra.form(source, attached))
+        return algebra.in_layout(value, rank - 1 - (not given["keepdim"]))
+
+    return reduced
 
 
 def _exponent(algebra: LogprobAlgebra, form: Affine | Exp) -> RowExpr:
@@ -476,21 +483,13 @@ def _exponent(algebra: LogprobAlgebra, form: Affine | Exp) -> RowExpr:
     return algebra.pool.call(aten.zeros_like.default, algebra.stat("lse", form.transform, False))
 
 
-def _logsumexp(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    _vocab_dim_only(algebra, expr)
-    form = algebra.unit(algebra.affine(expr.args[0], attached))
-    return _keep(algebra, expr, _exponent(algebra, form))
+def _logsumexp(algebra: LogprobAlgebra, form: Form) -> RowExpr:
+    return _exponent(algebra, algebra.unit(_affine(form)))
 
 
-def _sum(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    _vocab_dim_only(algebra, expr)
-    form = algebra.form(expr.args[0], attached)
-    return _keep(algebra, expr, _total(algebra, form))
-
-
-def _total(algebra: LogprobAlgebra, form: Form) -> RowExpr:
+def _sum(algebra: LogprobAlgebra, form: Form) -> RowExpr:
     if isinstance(form, Affine):
-        return algebra.scale(_mean_of(algebra, form), float(algebra.vocab))
+        return algebra.scale(_mean(algebra, form), float(algebra.vocab))
     total = _mass(algebra, form) if isinstance(form, Exp) else _product_total(algebra, form)
     return algebra.scale(total, form.c)
 
@@ -525,25 +524,19 @@ def _same_logits(left: Exp, right: Affine | Exp) -> None:
         raise Refusal("two different transforms of the logits are reduced together")
 
 
-def _mean(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    _vocab_dim_only(algebra, expr)
-    return _keep(algebra, expr, _mean_of(algebra, algebra.affine(expr.args[0], attached)))
-
-
-def _mean_of(algebra: LogprobAlgebra, form: Affine) -> RowExpr:
-    form = algebra.fitted(form, algebra.transform)
+def _mean(algebra: LogprobAlgebra, form: Form) -> RowExpr:
+    form = algebra.fitted(_affine(form), algebra.transform)
     mean = algebra.stat("mean_logit", form.transform, form.attached)
     return algebra.scale(algebra.add(mean, algebra.lse(form, form.k), form.r), form.a)
 
 
-def _amax(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
-    _vocab_dim_only(algebra, expr)
-    form = algebra.fitted(algebra.affine(expr.args[0], attached), algebra.transform)
+def _amax(algebra: LogprobAlgebra, form: Form) -> RowExpr:
+    form = algebra.fitted(_affine(form), algebra.transform)
     if form.a <= 0:
         raise Refusal("a minimum over the vocabulary")
     top = algebra.stat("max_logit", form.transform, form.attached)
     top = algebra.add(top, algebra.lse(form, form.k), form.r)
-    return _keep(algebra, expr, algebra.scale(top, form.a))
+    return algebra.scale(top, form.a)
 
 
 def _gather(algebra: LogprobAlgebra, expr: RowExpr, attached: bool) -> RowExpr:
@@ -595,11 +588,10 @@ _FORM_RULES: dict[Any, FormRule] = {
     aten.add.Tensor: _add,
     aten.sub.Tensor: _add,
 }
-Reduction = Callable[[LogprobAlgebra, RowExpr, bool], RowExpr]
 _REDUCTIONS: dict[Any, Reduction] = {
-    aten.logsumexp.default: _logsumexp,
-    aten.sum.dim_IntList: _sum,
-    aten.mean.dim: _mean,
-    aten.amax.default: _amax,
+    aten.logsumexp.default: _over_vocab(_logsumexp),
+    aten.sum.dim_IntList: _over_vocab(_sum),
+    aten.mean.dim: _over_vocab(_mean),
+    aten.amax.default: _over_vocab(_amax),
     aten.gather.default: _gather,
 }
