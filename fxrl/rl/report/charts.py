@@ -124,12 +124,7 @@ def known(columns: Columns, key: str) -> tuple[Column, Column]:
     return columns["step"][there], column[there]
 
 
-def line_chart(
-    title: str,
-    columns: Columns,
-    lines: Sequence[Line],
-    form: Callable[[float], str],
-) -> Chart | None:
+def line_chart(title: str, columns: Columns, lines: Sequence[Line]) -> Chart | None:
     """Lines over the steps; ``None`` where no step has any of them."""
     drawn = [(line, _thinned(columns, line.key)) for line in lines]
     bands = [_band(columns, line) for line in lines]
@@ -142,7 +137,7 @@ def line_chart(
     marks = []
     for at, ((line, points), (low, high)) in enumerate(zip(drawn, bands, strict=True)):
         if points:
-            read = [(round(x(s), 1), f"{s:.0f}", form(v)) for s, v in points]
+            read = [(round(x(s), 1), f"{s:.0f}", f"{v:.6g}") for s, v in points]
             style = line.style or f"c{at % COLOURS}"
             area = _path([*high, *reversed(low)], x, y) + "Z" if low else ""
             marks.append(Mark(line.name, style, _path(points, x, y), area, read))
@@ -150,17 +145,16 @@ def line_chart(
     each = max(_sharing(len(known(columns, line.key)[0])) for line in lines)
     note = f"Each point is the mean of {each} steps." if each > 1 else ""
     x_ticks = _ticks(x, "{:.0f}".format, whole=True)
-    return Chart(title, x_ticks, _ticks(y, form), marks, [], legend, note)
+    return Chart(title, x_ticks, _ticks(y, "{:.6g}".format), marks, [], legend, note)
 
 
-def bar_chart(
-    title: str,
-    columns: Columns,
-    parts: Mapping[str, str],
-    form: Callable[[float], str],
-) -> Chart | None:
-    """Stacked bars, one per step; ``None`` if no step has any part. ``parts`` maps names to keys;
-    parts below one percent of the total are left out."""
+def in_seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 1000 else f"{value / 3600:.3g} h"
+
+
+def bar_chart(title: str, columns: Columns, parts: Mapping[str, str]) -> Chart | None:
+    """Stacked bars of seconds, one per step; ``None`` if no step has any part. ``parts`` maps names
+    to keys; parts below one percent of the total are left out."""
     given = {name: columns[key] for name, key in parts.items() if key in columns}
     if not given:
         return None
@@ -179,17 +173,17 @@ def bar_chart(
         group = slice(first, first + each)
         left, right = x(steps[first] - 0.5), x(steps[group][-1] + 0.5)
         means = {name: float(seconds[name][group].mean()) for name in shown}
-        read = ", ".join(f"{name} {form(value)}" for name, value in means.items())
-        told = f"step {steps[first]:.0f}: {form(totals[group].mean())} ({read})"
+        read = ", ".join(f"{name} {in_seconds(value)}" for name, value in means.items())
+        told = f"step {steps[first]:.0f}: {in_seconds(totals[group].mean())} ({read})"
         width = round((right - left) * 0.86, 2)
         bars.append(Bar(round(left, 1), width, _stack(means, y), told, max(totals[group]) > y.high))
     legend = [
-        (f"{name}, median {form(np.median(seconds[name]))}", f"c{place}")
+        (f"{name}, median {in_seconds(np.median(seconds[name]))}", f"c{place}")
         for place, name in enumerate(shown)
     ]
     x_ticks = _ticks(x, "{:.0f}".format, whole=True)
-    note = _too_high([(s, t) for s, t in zip(steps, totals, strict=True) if t > y.high], form)
-    return Chart(title, x_ticks, _ticks(y, form), [], bars, legend, note)
+    note = _too_high([(s, t) for s, t in zip(steps, totals, strict=True) if t > y.high])
+    return Chart(title, x_ticks, _ticks(y, in_seconds), [], bars, legend, note)
 
 
 def _stack(means: Mapping[str, float], y: _Axis) -> list[tuple[int, float, float]]:
@@ -202,10 +196,10 @@ def _stack(means: Mapping[str, float], y: _Axis) -> list[tuple[int, float, float
     return stack
 
 
-def _too_high(cut: Sequence[Point], form: Callable[[float], str]) -> str:
+def _too_high(cut: Sequence[Point]) -> str:
     """A sentence that names the steps whose bars are cut, and the height of these bars; empty if
     none is."""
-    named = ", ".join(f"step {step:.0f} ({form(total)})" for step, total in cut[:6])
+    named = ", ".join(f"step {step:.0f} ({in_seconds(total)})" for step, total in cut[:6])
     more = f" and {len(cut) - 6} more" if len(cut) > 6 else ""
     return f"Higher than the picture, marked by a triangle: {named}{more}." if cut else ""
 

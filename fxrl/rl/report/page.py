@@ -37,6 +37,7 @@ from fxrl.rl.report.charts import (
     Line,
     Numbers,
     bar_chart,
+    in_seconds,
     known,
     line_chart,
     number,
@@ -234,8 +235,8 @@ def _figures(columns: Columns) -> list[tuple[str, str]]:
         if values := _values(columns, f"eval/{name}"):
             found.append((f"held-out {name}", f"{values[0]:.3f} → {values[-1]:.3f}"))
     if seconds := _values(columns, "step_time"):
-        found.append(("a step, median", _seconds(statistics.median(seconds))))
-        found.append(("all steps", _seconds(sum(seconds))))
+        found.append(("a step, median", in_seconds(statistics.median(seconds))))
+        found.append(("all steps", in_seconds(sum(seconds))))
     if tokens := _values(columns, "num_tokens"):
         found.append(("tokens", f"{tokens[-1]:,.0f}"))
     if peaks := _values(columns, "memory/peak_bytes"):
@@ -257,7 +258,7 @@ def _groups(columns: Columns, notes: Table) -> list[tuple[str, list[Chart]]]:
         ],
         "Policy": _pictures(POLICY, columns),
         "Time and memory": [
-            bar_chart("seconds of a step, by part", columns, seconds, _seconds),
+            bar_chart("seconds of a step, by part", columns, seconds),
             _memory_chart(columns, notes),
             *_pictures(COST, columns),
         ],
@@ -266,7 +267,7 @@ def _groups(columns: Columns, notes: Table) -> list[tuple[str, list[Chart]]]:
 
 
 def _pictures(wanted: Mapping[str, Sequence[Line]], columns: Columns) -> list[Chart | None]:
-    return [line_chart(title, columns, lines, _six_digits) for title, lines in wanted.items()]
+    return [line_chart(title, columns, lines) for title, lines in wanted.items()]
 
 
 def _memory_chart(columns: Columns, notes: Table) -> Chart | None:
@@ -276,7 +277,7 @@ def _memory_chart(columns: Columns, notes: Table) -> Chart | None:
     if (planned := number(_inner(notes, "plan"), "peak_gpu_bytes")) is not None:
         shown["plan"] = np.full_like(peaks, planned / 2**30)
     lines = [Line("used", "used"), Line("planned for the update", "plan", style="dashed")]
-    return line_chart("memory of a step, most [GiB]", shown, lines, _six_digits)
+    return line_chart("memory of a step, most [GiB]", shown, lines)
 
 
 def _reward_chart(columns: Columns) -> Chart | None:
@@ -295,7 +296,7 @@ def _reward_chart(columns: Columns) -> Chart | None:
     if window > 1:
         lines[0] = replace(lines[0], style="thin c0")
         lines.append(Line(f"mean of {window} steps", "mean", style="c0"))
-    return line_chart("reward", shown, lines, _six_digits)
+    return line_chart("reward", shown, lines)
 
 
 def _planned(columns: Columns, notes: Table) -> list[tuple[str, str, str]]:
@@ -312,8 +313,8 @@ def _planned(columns: Columns, notes: Table) -> list[tuple[str, str, str]]:
         keys = "time/train", "padding/micro_batches"
         pairs = zip(*(columns.get(key, nothing) for key in keys), strict=False)
         each = [seconds / count for seconds, count in pairs if seconds > 0 and count > 0]
-        measured = _seconds(statistics.median(each)) if each else "-"
-        rows.append(("training on a micro-batch, median", _seconds(planned), measured))
+        measured = in_seconds(statistics.median(each)) if each else "-"
+        rows.append(("training on a micro-batch, median", in_seconds(planned), measured))
     return rows
 
 
@@ -404,20 +405,12 @@ def _values(columns: Columns, key: str) -> list[float]:
     return [float(value) for value in known(columns, key)[1]]
 
 
-def _six_digits(value: float) -> str:
-    return f"{value:.6g}"
-
-
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
 def _bytes(value: float | None) -> str:
     return "-" if value is None else format_bytes(value)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value < 1000 else f"{value / 3600:.3g} h"
 
 
 def _each_line(path: Path) -> Iterator[Table]:
