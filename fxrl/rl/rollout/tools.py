@@ -211,8 +211,7 @@ class Kind:
 
     factory: Callable[[], Any]
     type: type[Any]
-    methods: Sequence[str]  # names of their tools
-    schemas: Sequence[Schema]  # of them
+    schemas: Mapping[str, Schema]  # of their tools, by the method's name
     free: list[Any] = field(default_factory=list)  # environments that no rollout has
 
 
@@ -229,7 +228,7 @@ class Tools:
         self.kinds = {
             name: self._kind(load_function(factory)) for name, factory in config.factories.items()
         }
-        of_kinds = ([*self.tools, *kind.methods] for kind in self.kinds.values())
+        of_kinds = ([*self.tools, *kind.schemas] for kind in self.kinds.values())
         for names in ([one.name for one in tools], *of_kinds):
             if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
                 raise BadConfigError(f"rollout: two tools are named {twice[0]!r}; rename one")
@@ -259,8 +258,8 @@ class Tools:
             and name not in NOT_TOOLS
             and inspect.isroutine(getattr(cls, name))
         ]
-        schemas = [tool(getattr(environment, name)).schema for name in names]
-        return Kind(factory, cls, names, schemas, [environment])
+        schemas = {name: tool(getattr(environment, name)).schema for name in names}
+        return Kind(factory, cls, schemas, [environment])
 
     def check_ranks(self, rewards: Sequence[Reward], num_ranks: int) -> None:
         """Refuses rewards of rank 0 that ask for all environments: these stay where they played."""
@@ -275,8 +274,8 @@ class Tools:
         """Schemas of the tools that a row's prompt describes. Raises ``DataError`` if the row names
         no environment, or an unknown one."""
         kind = self.kinds.get(self._kind_of(row))
-        own = [] if kind is None else kind.schemas
-        return [*(one.schema for one in self.tools.values()), *own]
+        own = {} if kind is None else kind.schemas
+        return [*(one.schema for one in self.tools.values()), *own.values()]
 
     def _kind_of(self, row: Row) -> str:
         if not self._named:
@@ -323,7 +322,7 @@ class Tools:
             prompt = [*prompt[:-1], {**last, "content": last["content"] + said}]
         own = {
             method: Tool(getattr(environment, method), schema)
-            for method, schema in zip(kind.methods, kind.schemas, strict=True)
+            for method, schema in kind.schemas.items()
         }
         return Episode(prompt, {**self.tools, **own}, name, environment)
 
