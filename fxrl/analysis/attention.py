@@ -135,9 +135,10 @@ def known(node: Any) -> Known | None:
         return node
     if not is_tensor(node) or node.op != "call_function":
         return None
-    made = _made(node)
-    if made is not None:
-        return made
+    if is_call(node, aten.arange.default) and len(node.args) == 1:
+        return Positions(-1, 0, str(shape_of(node)[0]))
+    if (number := filled_with_whole(node)) is not None:
+        return number
     if is_call(node, aten.add.Tensor, aten.sub.Tensor):
         return _sum(node)
     if is_call(node, aten.cumsum.default):
@@ -149,13 +150,6 @@ def known(node: Any) -> Known | None:
     if node.target in _COMPARE or is_call(node, *_AND):
         return _compared(node)
     return _view(node)
-
-
-def _made(node: fx.Node) -> Known | None:
-    """A tensor made from nothing: a range, or one value."""
-    if is_call(node, aten.arange.default) and len(node.args) == 1:
-        return Positions(-1, 0, str(shape_of(node)[0]))
-    return filled_with_whole(node)
 
 
 def _compared(node: fx.Node) -> Known | None:

@@ -146,7 +146,8 @@ def _model_and_loss(
     )
 
 
-def _on_device(sub: argparse.ArgumentParser) -> None:
+def _run_on_device(sub: argparse.ArgumentParser) -> None:
+    _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
     sub.add_argument("--device", default="cpu", help="where to run, cpu or cuda (%(default)s)")
     sub.add_argument("--seed", type=int, default=0, help="of random weights and batch (0)")
 
@@ -231,8 +232,7 @@ def _dump(commands: Commands[argparse.ArgumentParser]) -> None:
         examples="  fxrl dump tiny:qwen3 --loss grpo --out dump/\n"
         "  fxrl dump ./checkpoint --loss dapo --lora 16 --out dump/ --device cuda",
     )
-    _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
-    _on_device(sub)
+    _run_on_device(sub)
     sub.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
 
 
@@ -249,8 +249,7 @@ def _verify(commands: Commands[argparse.ArgumentParser]) -> None:
         "  fxrl verify tiny:qwen3 --loss gspo --ranks 2 --dtype fp64\n"
         "  fxrl verify ./checkpoint --loss mylosses.py:clipped --dtype bf16 --device cuda",
     )
-    _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
-    _on_device(sub)
+    _run_on_device(sub)
     sub.add_argument(
         "--ranks",
         type=_positive,
@@ -341,8 +340,7 @@ def _report(commands: Commands[argparse.ArgumentParser]) -> None:
         examples="  fxrl report tiny:qwen3 --loss grpo --out report.zip\n"
         "  fxrl report ./checkpoint --loss mylosses.py:clipped --device cuda",
     )
-    _model_and_loss(sub, batch=2, tokens=64, dtype="fp32")
-    _on_device(sub)
+    _run_on_device(sub)
     sub.add_argument(
         "--out", default="fxrl-report.zip", metavar="FILE", help="what to write (%(default)s)"
     )

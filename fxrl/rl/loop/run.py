@@ -32,6 +32,10 @@ from fxrl.rl.report.page import PAGE, note, versions
 from fxrl.rl.report.progress import Reporter, warned
 
 _BUILDING = "putting the run together"
+_STOPPING = (
+    "{name}: the run stops after this step and saves its state; a second {name} ends it at once, "
+    "and what follows the last checkpoint is lost"
+)
 
 
 class Outcome(NamedTuple):
@@ -86,7 +90,7 @@ def _trained(loop: TrainingLoop, task: Task) -> Outcome:
                 reporter.message(line)
         note(loop.run_dir, reporter.message, versions=versions(), outlook=said)
         reporter.begin(config.steps, loop.done)
-        with stop_on_signal(lambda name: reporter.stopping(_stopping(name))) as stop:
+        with stop_on_signal(lambda name: reporter.stopping(_STOPPING.format(name=name))) as stop:
             loop.run(stop)
     finally:
         parts.engine.close()
@@ -95,13 +99,6 @@ def _trained(loop: TrainingLoop, task: Task) -> Outcome:
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         error.add_note(f"what step {loop.done} reached is saved; {loop.again}")
         raise
-
-
-def _stopping(name: str) -> str:
-    return (
-        f"{name}: the run stops after this step and saves its state; a second {name} ends it at "
-        "once, and what follows the last checkpoint is lost"
-    )
 
 
 def _start_folder(config: TrainConfig, run_dir: Path, *, new: bool) -> None:
