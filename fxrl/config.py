@@ -47,7 +47,7 @@ def _no_size(value: int | str) -> str | None:
     return "is negative; a size is at least 0 bytes" if size < 0 else None
 
 
-Size = Annotated[int | str, Check(_no_size, {})]
+Size = Annotated[int | str, Check(_no_size, {}), "write bytes or '75GiB'"]
 """Bytes, or a text such as ``"75GiB"``."""
 
 

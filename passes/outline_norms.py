@@ -23,8 +23,17 @@ from torch import fx
 from fxrl.analysis.layers import layer_path
 from fxrl.analysis.outline import computes, find_outline, illegal, outline
 from fxrl.analysis.saved_tensors import predict_saved
-from fxrl.ir.graph import COPIES, is_call, is_pointwise, is_tensor, is_view, numel_hint, reached
-from fxrl.ir.graph_pass import Applied, Miss, Pass, PassDoc, Site, tidy
+from fxrl.ir.graph import (
+    COPIES,
+    as_node,
+    is_call,
+    is_pointwise,
+    is_tensor,
+    is_view,
+    numel_hint,
+    reached,
+)
+from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at
 from fxrl.ir.remark import Refusal
@@ -52,20 +61,15 @@ class OutlineNorms(Pass[NormSite]):
         "model's last norm",
         "its values in float32: four times the hidden states at once, in the backward",
         "seconds of compilation",
-        "it draws random numbers or writes into its input",
+        "nothing",
     )
 
-    def match(self, gm: fx.GraphModule) -> Iterator[NormSite | Miss]:
+    def match(self, gm: fx.GraphModule) -> Iterator[NormSite]:
         taken: set[fx.Node] = set()
         for hidden in _returned_by_layers(gm):
             nodes = [node for node in _behind(hidden) if node not in taken]
-            if len(nodes) < 2:  # one op keeps and makes nothing that a body would not
-                continue
-            try:
-                found = find_outline(gm.graph, nodes).nodes
-            except Refusal as refusal:
-                yield Miss(nodes[0], refusal)
-                continue
+            if len(found := _stretch(gm.graph, nodes)) < 2:
+                continue  # one op keeps and makes nothing that a body would not
             taken |= set(found)
             yield NormSite(nodes[0], predict_saved(found), found)
 
@@ -93,6 +97,18 @@ def _behind(hidden: fx.Node) -> list[fx.Node]:
     made = (node for node in reached([hidden], computed) if node is not hidden)
     own = (node for node in made if is_tensor(node) and not is_view(node))
     return sorted(node for node in own if numel_hint(node) >= numel_hint(hidden))
+
+
+def _stretch(graph: fx.Graph, nodes: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """These and what lies between them, up to the first op that cannot stand in a region: a
+    residual stream goes on around the next layer."""
+    while len(nodes) > 1:
+        try:
+            return find_outline(graph, nodes).nodes
+        except Refusal as refusal:
+            beyond = set(reached([as_node(refusal.at)], lambda node: node.users))
+            nodes = [node for node in nodes if node not in beyond]
+    return ()
 
 
 def _may_stand(node: fx.Node) -> bool:

@@ -41,6 +41,7 @@ def canonicalize(graph: fx.Graph) -> None:
     _forget_offsets(graph)
     _spell_numels(graph)
     _settle_slices(graph)
+    _size_fills(graph)
     _rejoin_rows(graph)
     _index_gathered_rows(graph)
     eliminate_dead_code(graph)
@@ -126,6 +127,31 @@ def _left_out(node: fx.Node) -> tuple[int, int] | None:
     count = start - min(end, 0)
     goes_on = start >= 0 and (end < 0 or end == sys.maxsize)
     return (dim, count) if goes_on and count else None
+
+
+def _size_fills(graph: fx.Graph) -> None:
+    """Let ``zeros_like(logits[0, 0])``, of one row that stands for all, say its sizes: else it is
+    taken for one more value of that row."""
+    builder = Builder(graph)
+    for node in graph.nodes:
+        if not is_call(node, *_FILLS) or not is_call(row := node.args[0], aten.select.int):
+            continue
+        if (val := val_of(node)).is_contiguous():
+            with builder.before(node):
+                sizes = [
+                    size if isinstance(size, int) else builder.call(aten.sym_size.int, row, dim)
+                    for dim, size in enumerate(val.shape)
+                ]
+                fill = bound(node).get("fill_value", _FILLS[node.target])
+                kind = {"dtype": val.dtype, "device": val.device}
+                node.replace_all_uses_with(builder.call(aten.full.default, sizes, fill, **kind))
+
+
+_FILLS: dict[Any, int] = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.full_like.default: 0,
+}
 
 
 def _rejoin_rows(graph: fx.Graph) -> None:

@@ -78,7 +78,7 @@ def test_a_wrong_argument_is_named_at_once(arguments, words):
         ({"min_saved_bytes": "much"}, "min_saved_bytes='much' is not a size; .*'75GiB'"),
         ({"min_saved_bytes": "1.2.3GiB"}, "is not a size"),
         ({"min_saved_bytes": "-1GiB"}, "min_saved_bytes='-1GiB' is negative"),
-        ({"min_saved_bytes": None}, "min_saved_bytes=None is not a whole number or a text"),
+        ({"min_saved_bytes": None}, "min_saved_bytes=None is not a whole .* write bytes or .75GiB"),
         ({"gpu_memory": "75 GiBs"}, "gpu_memory='75 GiBs' is not a size"),
         ({"host_memory": -1}, "host_memory=-1 is negative"),
         ({"compile_regions": "no"}, "compile_regions='no' is not true or false"),

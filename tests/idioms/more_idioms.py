@@ -401,6 +401,15 @@ def masked_fill_vector(hidden, weight, ids, mask, adv, banned):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
+@shape(APPLY)
+def bias_as_wide_as_one_row(hidden, weight, ids, mask, adv, banned):
+    z = head(hidden, weight)
+    bias, kept = torch.zeros_like(z[0, 0]), torch.ones_like(z[:, 0], dtype=torch.bool)
+    bias[banned] = -1e4
+    kept = kept.scatter(1, ids[:, :2], False).scatter(1, ids[:, 2:], True)
+    return _pg(_logp(torch.where(kept[:, None], z + bias, z / 1.2), ids[:, 1:]), mask, adv)
+
+
 @shape(APPLY, seldom=True)
 def masked_fill_full_mask(hidden, weight, ids, mask, adv, allowed):
     z = head(hidden, weight).masked_fill(~allowed[:, :-1], float("-inf"))

@@ -266,7 +266,7 @@ def test_argmax_hit_is_the_first_maximum():
 def test_a_bad_target_is_an_error(bad):
     hidden, weight, target = random_head(5, 6, 3)
     target[3] = bad
-    with pytest.raises(TargetError, match=rf"target\[3\]={bad} is outside .* \[0, 6\)"):
+    with pytest.raises(TargetError, match=rf"target\[3\]={bad} is outside .* \[0, 6\); give"):
         linear_logprob(hidden, weight, target)
 
 

@@ -276,11 +276,14 @@ def test_missed_with_its_reason_and_the_graph_unchanged(loss):
     assert print_graph(gm) == before
 
 
-def test_a_head_of_no_more_classes_than_features_is_a_fact():
+@pytest.mark.parametrize(
+    ("tokens", "classes", "few"), [(None, 3, "3 classes of 4 features"), (0, None, "no tokens")]
+)
+def test_a_head_with_nothing_to_save_is_a_fact(tokens, classes, few):
     hidden, weight, ids = head_inputs()
-    gm = lowered(logprob, hidden, weight[:3], ids % 3)
+    gm = lowered(logprob, hidden[:tokens], weight[:classes], ids[:tokens] % (classes or 3))
     (remark,) = FuseLinearLogprob().run(gm).remarks
-    assert (remark.kind, remark.reason) == ("analysis", "3 classes of 4 features: nothing to save")
+    assert (remark.kind, remark.reason) == ("analysis", f"{few}: nothing to save")
 
 
 def test_a_size_that_is_read_off_the_logits_keeps_none_of_them():

@@ -97,21 +97,39 @@ def test_nothing_is_said_where_there_is_nothing_to_fuse(behind):
     assert len([n for n in gm.graph.nodes if "region" in str(n.target)]) == 2
 
 
-def test_missed():
-    def with_noise(x, scale):
-        normed = rms(x, scale)
-        return normed + F.dropout(normed, 0.5, training=True)
-
-    _, report = outlined(with_noise)
-    assert_expected_inline(
-        plain(report),
-        """missed: outline-norms @ 0:model/pow: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again (at %native_dropout)""",
-    )
+def with_noise(x, scale):
+    normed = rms(x, scale)
+    return normed + F.dropout(normed, 0.5, training=True)
 
 
-@pytest.mark.parametrize("behind", [rms, layer_norm, last_rows], ids=lambda f: f.__name__)
-def test_numbers_and_gradients_are_eagers(behind):
-    model = Normed(behind)
+class Around(Normed):
+    """Whose layers have their residual stream outside of them, gated: two ops behind each, around
+    the next one."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(self.behind(x, self.scale))
+
+
+@pytest.mark.parametrize(
+    ("model", "ops"), [(Normed(with_noise), [6]), (Around(rms), [2, 8])], ids=["noise", "layers"]
+)
+def test_it_ends_ahead_of_what_cannot_stand_in_it(model, ops):
+    gm = lowered(lambda b: square_loss(model, b), ids_batch())
+    OutlineLayers().run(gm)
+    report = OutlineNorms().run(gm)
+    assert [r.kind for r in report.remarks] == ["applied"] * len(ops)
+    assert [int(r.reason.split()[0]) for r in report.remarks] == ops
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Normed(rms), Normed(layer_norm), Normed(last_rows), Around(rms)],
+    ids=["rms", "layer_norm", "last_rows", "layers"],
+)
+def test_numbers_and_gradients_are_eagers(model):
     step = fxrl.optimize(model, square_loss, ONLY)
     assert_matches_eager(step, square_loss, model, ids_batch(3, 7), tol=1e-12)
     assert [r.site for r in step.report.remarks if r.pass_name == "outline-norms"]

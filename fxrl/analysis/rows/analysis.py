@@ -36,6 +36,7 @@ from fxrl.ir.graph import (
     RESHAPES,
     TRANSPOSES,
     ancestors,
+    fixed_size,
     hint,
     is_call,
     is_quantized_product,
@@ -157,8 +158,9 @@ def analyse(graph: fx.Graph) -> Iterator[HeadSite | Miss]:
     if not heads:
         for node in narrow_heads(graph):
             classes, features = shape_of(node)[-1], shape_of(factors(node)[0])[-1]
-            reason = f"{classes} classes of {features} features: nothing to save"
-            yield Miss(node, Refusal(reason), loses=False)
+            empty = 0 in map(fixed_size, shape_of(node))
+            few = "no tokens" if empty else f"{classes} classes of {features} features"
+            yield Miss(node, Refusal(f"{few}: nothing to save"), loses=False)
         for node, logits in heads_in_functions(graph):
             kept = "returns logits" if logits else "says what is kept"
             reason = f"a function that stays one call multiplies by the head itself, and {kept}"

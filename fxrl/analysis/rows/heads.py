@@ -23,6 +23,7 @@ from fxrl.ir.graph import (
     OpOverload,
     ancestors,
     base_of,
+    fixed_size,
     hint,
     is_call,
     is_grouped_product,
@@ -84,7 +85,7 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
 
 
 def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
-    """What would be loss heads, had they more classes than features."""
+    """What would be loss heads, had they more classes than features, or tokens."""
     products = [node for node in graph.nodes if _is_layer(node)]
     after = _downstream(graph, products)
     return [
@@ -137,13 +138,14 @@ def find_wide_products(graph: fx.Graph, width: int) -> list[fx.Node]:
 
 
 def is_amplifier(node: fx.Node) -> bool:
-    """Whether a product widens its rows: more columns out than features in, one batch."""
+    """Whether a product widens its rows: more columns out than features in; one batch."""
     if is_quantized_product(node):
         return hint(shape_of(node)[-1]) > hint(shape_of(factors(node)[0])[-1])
     if not is_call(node, *MATRIX_PRODUCTS, aten.bmm.default):
         return False
     rows, weight, _ = factors(node)
-    if node.target is aten.bmm.default and hint(shape_of(weight)[0]) != 1:
+    batched = node.target is aten.bmm.default and hint(shape_of(weight)[0]) != 1
+    if batched or 0 in map(fixed_size, shape_of(rows)):
         return False
     return hint(shape_of(weight)[-1]) > hint(shape_of(rows)[-1])
 

@@ -111,5 +111,5 @@ def check_target(head: LossHead) -> None:
         row = int(bad.nonzero()[0])
         raise TargetError(
             f"target[{row}]={int(target[row])} is outside the vocabulary [0, {vocab}); "
-            "mask ignored rows with row_mask"
+            "give tokens that do not count an id (labels.clamp(min=0)) and mask their log-probs"
         )
