@@ -98,6 +98,7 @@ def process(rank: int, store: str) -> None:
     for kind, options in KINDS:
         as_ddp_does(rank, kind, options)
     as_whole_weights_do(rank)
+    as_metrics_are_gathered(rank)
     if rank == 0:  # another process takes no part, so any communication would never end
         model = DistributedDataParallel(make_model(), broadcast_buffers=True, init_sync=False)
         assert optimize(model, policy_loss, CONFIG).explain(make_batch()).of_kind("applied")
@@ -118,6 +119,22 @@ def as_whole_weights_do(rank: int) -> None:
     for loss in (policy_loss(whole, batch), step(batch)):
         loss.backward()
     torch.testing.assert_close(model.module.mix.weight.grad, whole.module.mix.weight.grad)
+    assert fused(step)
+
+
+def as_metrics_are_gathered(rank: int) -> None:
+    """Python objects go through process groups, of which Dynamo traces no member."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = policy_loss(model, batch)
+        of_all: list[Any] = [None, None]
+        dist.all_gather_object(of_all, {"loss": loss.item()})
+        return loss, {"mean": torch.tensor([one["loss"] for one in of_all]).mean()}
+
+    model, batch = make_model(), fixed(make_batch(seed=rank))
+    step = optimize(model, loss_fn, CONFIG)
+    for _ in range(2):
+        torch.testing.assert_close(step(batch), loss_fn(model, batch))
     assert fused(step)
 
 

@@ -23,6 +23,7 @@ from torch._dynamo.variables import (
     UnspecializedNNModuleVariable,
     UserDefinedClassVariable,
 )
+from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 
 from fxrl.capture._dynamo.data import is_subscript
 from fxrl.capture._dynamo.frames import callers
@@ -193,7 +194,16 @@ def _end_at_checkpoint(self: Any, instruction: Any) -> None:
     _leave_rest_out(self, instruction)
 
 
+#: Objects of C++, such as a process group: where Dynamo cannot trace a member it would give up all
+#: of a function, not end the graph.
+_OPAQUE: Any = TorchScriptObjectVariable
+
 REPLACED: list[tuple[Any, str, Any]] = [
+    *(
+        (_OPAQUE, name, method.__wrapped__)
+        for name, method in vars(_OPAQUE).items()
+        if inspect.isfunction(method) and hasattr(method, "__wrapped__")
+    ),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
     (_TRANSLATOR, "call_function", _call),
     (_TRANSLATOR, "maybe_has_backedge", _in_loop),
