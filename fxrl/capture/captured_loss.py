@@ -70,6 +70,7 @@ _SETTINGS: dict[str, Any] = {
     "fail_on_recompile_limit_hit": True,  # never run eager in silence
     "skip_nnmodule_hook_guards": False,  # hooks that come or go later are honoured
     "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() leaves a module's dicts
+    "allow_rnn": True,  # the graph ends at its call, not with the function that has one
     "use_numpy_random_stream": True,  # NumPy's own numbers, at which the graph ends; not torch's
     "use_lamba_guard_for_object_aliasing": True,  # torch 2.15 would not ask ``a is not b`` else
 }

@@ -525,6 +525,28 @@ def test_a_head_behind_layers_that_end_graphs_is_captured(inside: bool) -> None:
     assert fused(step)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8, dtype=torch.float64)
+        self.layer = nn.LSTM(8, 8, 2, batch_first=True, dtype=torch.float64)
+        self.head = nn.Linear(8, VOCAB, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.embed(ids))[0])
+        return logits
+
+
+def test_a_head_behind_a_recurrent_layer_is_captured_once_for_all_lengths() -> None:
+    torch.manual_seed(0)
+    model = Recurrent()
+    step = optimize(model, policy_loss, CONFIG)
+    for batch in (make_batch(), make_batch(4, 9, seed=2), make_batch(2, 12, seed=3)):
+        assert_matches_eager(step, policy_loss, model, batch)
+    assert fused(step)
+    assert len(step.captures) <= 3
+
+
 def ended_within(depth: int, x: Tensor) -> Tensor:
     if depth:
         return ended_within(depth - 1, x) + 1

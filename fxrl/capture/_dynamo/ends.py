@@ -22,8 +22,8 @@ from torch._dynamo.variables import (
     TupleVariable,
     UnspecializedNNModuleVariable,
     UserDefinedClassVariable,
+    script_object,
 )
-from torch._dynamo.variables.script_object import TorchScriptObjectVariable
 
 from fxrl.capture._dynamo.data import is_subscript
 from fxrl.capture._dynamo.frames import callers
@@ -94,6 +94,13 @@ def _call(self: Any, function: Any, args: Any, kwargs: Any) -> None:
             "the loss differentiates its gradient again (create_graph=True): rewrites have no "
             "second derivative",
             "take what is differentiated again in a step of its own, without fxrl",
+        )
+    if isinstance(getattr(function, "value", None), torch.nn.RNNBase):
+        unimplemented(
+            gb_type="a recurrent layer runs as one call",
+            context="",
+            explanation="traced, it would be a graph for each length of sequences",
+            hints=[],
         )
     _call_function(self, function, args, kwargs)
 
@@ -196,7 +203,8 @@ def _end_at_checkpoint(self: Any, instruction: Any) -> None:
 
 #: Objects of C++, such as a process group: where Dynamo cannot trace a member it would give up all
 #: of a function, not end the graph.
-_OPAQUE: Any = TorchScriptObjectVariable
+_OPAQUE: Any = getattr(script_object, "CustomClassObjectVariable", None)  # before torch 2.15:
+_OPAQUE = _OPAQUE or script_object.TorchScriptObjectVariable
 
 REPLACED: list[tuple[Any, str, Any]] = [
     *(
