@@ -74,6 +74,7 @@ COMPILES = torch._dynamo.convert_frame.__name__  # the module that every compila
 dynamo_config: Any = torch._dynamo.config
 as_written = torch._dynamo.eval_frame.innermost_fn  # a function without what torch.compile put around it
 reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled of a function, which Dynamo keeps for ever
+in_dispatch_mode = torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals  # where Dynamo captures nothing
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
 
 # Python's side of functionalisation: pending writes applied; whether there were any; the value.

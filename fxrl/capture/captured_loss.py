@@ -38,6 +38,7 @@ from fxrl.capture._torch import (
     forget_inputs,
     functorch_level,
     global_hooks,
+    in_dispatch_mode,
     method_replaced,
     reset_code,
     swapped,
@@ -392,6 +393,9 @@ def _never_captured() -> tuple[str, str] | None:
     if functorch_level() is not None:
         why = "nothing is captured inside torch.func's transforms"
         return why, "call torch.func inside the loss function"
+    if in_dispatch_mode():
+        why = "a TorchDispatchMode, such as a counter of FLOPs, sees each op: nothing is captured"
+        return why, "leave the mode ahead of the step"
     if (name := method_replaced()) is not None:  # fxrl's own code would call it, too
         why = f"torch.Tensor.{name} is not torch's own: nothing is captured"
         return why, "put torch's back, and call a function instead"

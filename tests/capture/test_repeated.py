@@ -675,6 +675,35 @@ def test_a_number_of_the_layers_that_is_another_one_later(anew):
         assert not (anew and numbers)
 
 
+def test_a_loss_that_sets_the_learning_rate():
+    """Dynamo would make constants of all weights that an optimizer has, and change the optimizer:
+    the first layer's constants would be those of all."""
+    model = make()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.5) for _ in range(2)]
+    settings = [dict(group) for group in optimizers[0].param_groups]
+
+    def warmed(optimizer, model, batch):
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return loss_fn(model, batch) * optimizer.param_groups[0]["lr"]
+
+    eager, captured = (partial(warmed, optimizer) for optimizer in optimizers)
+    step = optimized(model, captured)
+    for lr in (0.25, 0.125):
+        check(step, model, eager)
+        assert optimizers[1].param_groups == [{**settings[0], "lr": lr}]
+    assert "4 layers were captured as 1" in {r.reason for r in step.report.remarks}
+    assert not any("guarded" in vars(weight).values() for weight in model.parameters())
+
+
+def test_layers_whose_weights_would_be_frozen():
+    """Dynamo makes constants of weights for Inductor to fold, where no gradient is asked for."""
+    model = make()
+    step = optimized(model)
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        torch.testing.assert_close(step(ONE), loss_fn(model, ONE), rtol=1e-10, atol=1e-10)
+    assert once(step) == "4 layers were captured as 1"
+
+
 def test_checkpointed_layers_are_captured_once():
     class Checkpointed(Model):
         def body(self, x):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxrl import Config
 from fxrl.errors import FxrlError, MissedRewriteError
@@ -68,6 +71,22 @@ def test_torch_func_around_a_step_runs_as_written_and_is_told(name: str) -> None
         through(optimize(model, policy_loss, CONFIG), batch["adv"])
     assert_same(step(batch), policy_loss(model, batch))
     assert captures(step) == 1, "outside of the transform it is captured as ever"
+
+
+def test_a_mode_that_sees_each_op_sees_those_of_the_loss_as_written() -> None:
+    model, batch = make_model(), fixed(make_batch())
+    step, eager = optimize(model, policy_loss, QUIET), partial(policy_loss, model)
+
+    def counted(function: Callable[[Any], torch.Tensor]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            assert_same(function(batch), eager(batch))
+        return counter.get_total_flops()
+
+    assert counted(step) == counted(eager) > 0
+    (remark,) = step.report.of_kind("missed")
+    assert "TorchDispatchMode" in remark.reason
+    assert_same(step(batch), eager(batch))
+    assert captures(step) == 1
 
 
 @pytest.mark.parametrize("passes", [None, ("chunk-vocab-region",)], ids=["fused", "region"])

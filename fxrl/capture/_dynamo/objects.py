@@ -70,6 +70,7 @@ from torch._dynamo.variables.nn_module import (
     unpatched_nn_module_call,
     unpatched_nn_module_call_impl,
 )
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._guards import Guard, Source
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -83,6 +84,10 @@ from fxrl.capture.repeated import again, feeds, has_read, kind_of_cache, marked
 from fxrl.capture.scoped_hooks import LEVELS
 from fxrl.ir.graph import hint
 
+_BUILDER: Any = torch._dynamo.variables.builder
+_OUTPUT: Any = torch._dynamo.output_graph
+_mark_static_address = torch._dynamo.decorators.mark_static_address
+_read_address_type = torch._dynamo.utils.get_static_address_type
 _method_of_object = UserDefinedObjectVariable.call_method
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
@@ -549,6 +554,17 @@ def _name_nothing(self: Any, module: Any, source: Any) -> None:
     module that is read would have all those inside of it named, at every level: 4 ms a layer."""
 
 
+def _mark_address(tensor: torch.Tensor, guard: bool = True) -> None:
+    if not guard:
+        _mark_static_address(tensor, guard)
+
+
+def _address_type(tensor: torch.Tensor) -> str | None:
+    """A weight is an input whatever marks it: a constant of the first of equal layers would be all
+    of theirs."""
+    return _read_address_type(tensor) and "unguarded"
+
+
 HANDLERS = {
     dis.opmap["IMPORT_NAME"]: _import_name,
     dis.opmap["LOAD_ATTR"]: _load_attribute,
@@ -569,7 +585,12 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (_inlined, "get_globals_source_and_value", _global_of),
     (ConstDictVariable, "getitem_const_raise_exception_if_absent", _looked_up),
     (RandomVariable, "is_supported_random_obj", staticmethod(_is_traced)),
-    (torch._dynamo.output_graph.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
+    *((module, "get_static_address_type", _address_type) for module in (_BUILDER, _OUTPUT)),
+    (_BUILDER, "is_parameter_freezing", lambda: False),
+    # Who reads a learning rate does not let all weights be marked, nor the optimizer be changed.
+    (torch._dynamo.decorators, "mark_static_address", _mark_address),
+    (OptimizerVariable, "_set_capturable", lambda self, tx: None),
+    (_OUTPUT.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
 ]
 for owner in (UserDefinedClassVariable, UserDefinedObjectVariable):
     if (walk := vars(owner).get("get_source_by_walking_mro")) is not None:
