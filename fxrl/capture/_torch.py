@@ -206,6 +206,14 @@ def method_replaced() -> str | None:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def leave_forward_mode() -> None:
+    """Closes the level of forward-mode AD that stays open where a trace inside of
+    ``torch.func.jvp`` has failed; PyTorch has one at most."""
+    if torch.autograd.forward_ad._current_level < 0:  # else somebody outside is in it
+        with suppress(RuntimeError):  # there is none
+            torch._C._exit_dual_level(level=0)
+
+
 def never_captured(reason: str) -> Callable[[_F], _F]:
     """``torch.compiler.disable``, which is public and untyped: another's graph ends at the call."""
     disabled: Callable[[_F], _F] = torch.compiler.disable(reason=reason)

@@ -73,6 +73,38 @@ def test_torch_func_around_a_step_runs_as_written_and_is_told(name: str) -> None
     assert captures(step) == 1, "outside of the transform it is captured as ever"
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mlp(self.norm(x)))
+
+
+def test_forward_mode_inside_the_loss_is_over_when_its_capture_has_failed() -> None:
+    """PyTorch has one level of it at most: what a failed trace left open was in everybody's way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(61, 8), Layer(), Layer(), Layer(), nn.Linear(8, 61)).double()
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        logps = torch.log_softmax(model(ids)[:, :-1], -1).gather(-1, ids[:, 1:, None])
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        along = {name: torch.ones_like(p) for name, p in weights.items()}
+
+        def mean(weights: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(model, weights, (ids,)).mean()
+
+        _, tangent = torch.func.jvp(mean, (weights,), (along,))
+        return -logps.mean() * tangent.detach()
+
+    ids = torch.randint(0, 61, (2, 7))
+    step = optimize(model, loss, QUIET)
+    for _ in range(2):
+        assert_matches_eager(step, loss, model, ids)
+    torch.func.jvp(torch.sin, (ids.double(),), (ids.double(),))
+
+
 def test_a_mode_that_sees_each_op_sees_those_of_the_loss_as_written() -> None:
     model, batch = make_model(), fixed(make_batch())
     step, eager = optimize(model, policy_loss, QUIET), partial(policy_loss, model)
