@@ -525,6 +525,57 @@ def test_a_head_behind_layers_that_end_graphs_is_captured(inside: bool) -> None:
     assert fused(step)
 
 
+class Counted(Stack):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers, 1):
+            x = x + number * layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Zipped(Stack):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer, before in zip(self.layers, (x * 0.1, x * 0.2), strict=False):
+            x = before + layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class CountedAndZipped(Stack):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, (layer, weight) in enumerate(zip(self.layers, (0.5, 0.25), strict=False)):
+            x = weight * x + number + layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class CountedAhead(Stack):
+    """Its loop has begun, and been read from, ahead of a graph's end."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, left = self.embed(ids), enumerate(self.layers, 3)
+        number, layer = next(left)
+        x = number * layer(x)
+        for number, layer in left:
+            x = x + number * layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("kind", [Counted, Zipped, CountedAndZipped, CountedAhead])
+def test_a_head_behind_a_loop_that_counts_layers_or_zips_them_is_captured(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = kind(inside=True)
+    model.layers.append(Broken(inside=True))
+    step = optimize(model, policy_loss, QUIET)
+    for batch in (make_batch(), make_batch(4, 9, seed=2)):
+        assert_matches_eager(step, policy_loss, model, batch)
+    assert fused(step)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -632,7 +683,7 @@ class Looped(Stack):
         return logits
 
     def mixed(self, x: Tensor) -> Tensor:
-        for _, layer in enumerate(self.layers):
+        for layer in (one for one in self.layers):
             x = layer(x)
             assert os.getloadavg()[0] >= 0
         return x

@@ -5,23 +5,29 @@ captured."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch._dynamo.polyfills.builtins
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
+    ConstantVariable,
     GetAttrVariable,
     ListVariable,
+    LocalGeneratorObjectVariable,
     NNModuleVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
     UserDefinedClassVariable,
+    ZipVariable,
     script_object,
 )
 
@@ -123,11 +129,7 @@ def _loops(translator: Any) -> bool:
     lowest = _lowest_jumps(translator)[translator.instruction_pointer]
     if lowest >= translator.current_instruction.offset:
         return False
-    iterated = [
-        _left_in(value.realize())
-        for value in translator.stack
-        if "Iterator" in type(value.realize()).__name__
-    ]
+    iterated = [_left_in(value) for value in translator.stack if _iterates(value)]
     return not iterated or not all(map(_few_modules, iterated))
 
 
@@ -151,26 +153,99 @@ def _lowest_jumps(translator: Any) -> list[float]:
 
 
 def _few_modules(left: list[Any]) -> bool:
-    return len(left) < _MANY_LAYERS and all(
-        isinstance(one.realize(), (NNModuleVariable, UnspecializedNNModuleVariable)) for one in left
+    return len(left) < _MANY_LAYERS and all(any(map(_is_module, _members(one))) for one in left)
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value.realize(), (NNModuleVariable, UnspecializedNNModuleVariable))
+
+
+def _members(one: Any) -> Sequence[Any]:
+    """Of one turn of a loop: a module beside its number, its name or what it is zipped with."""
+    if not isinstance(one, tuple):
+        found = one.realize()
+        if not isinstance(found, TupleVariable):
+            return (found,)
+        one = found.items
+    return [member for part in one for member in _members(part)]
+
+
+def _iterates(value: Any) -> bool:
+    return "Iterator" in type(value.realize()).__name__ or _is_listed(value)
+
+
+def _is_listed(value: Any) -> bool:
+    """Whether it is an iterator of which ``_left_in`` tells what is left."""
+    found = value.realize()
+    if isinstance(found, ZipVariable):
+        known = all(isinstance(part, list) or _is_listed(part) for part in _zipped(found))
+        return known and not found.strict
+    if _is_enumerate(found):
+        return any(map(_is_listed, found.inline_tracer.stack))
+    return "Iterator" in type(found).__name__ and (
+        hasattr(found, "items") or hasattr(found, "view_type")
     )
 
 
+def _is_enumerate(found: Any) -> bool:
+    """Dynamo traces one as a generator of its own."""
+    return (
+        isinstance(found, LocalGeneratorObjectVariable)
+        and found.get_name() == "enumerate"
+        and found.get_filename() == torch._dynamo.polyfills.builtins.__file__
+    )
+
+
+def _zipped(found: Any) -> Iterable[Any]:
+    held: Iterable[Any] = found.iterables if hasattr(found, "iterables") else found.iterable.items
+    return held  # a list in torch 2.11
+
+
 def _left_in(iterator: Any) -> list[Any]:
-    """What a loop has yet to come to: of a list, or of a dict's values, keys or items."""
-    if not hasattr(iterator, "view_type"):
-        return list(getattr(iterator, "items", ()))[getattr(iterator, "index", 0) :]
-    _, (left,) = iterator._iter.__reduce__()[:2]
-    made = {"keys": lambda key: key.vt, "items": lambda item: TupleVariable([item[0].vt, item[1]])}
-    return [made.get(iterator.view_type, lambda value: value)(one) for one in left]
+    """What a loop has yet to come to: of a list, or of a dict's values, keys or items; tuples of
+    what is counted or zipped."""
+    found = iterator.realize()
+    if _is_enumerate(found):
+        tracer = found.inline_tracer
+        count = tracer.symbolic_locals["start"].as_python_constant() + 1
+        counted = next(filter(_is_listed, reversed(tracer.stack)))
+        numbers = map(ConstantVariable.create, itertools.count(count))
+        return list(zip(numbers, _left_in(counted), strict=False))
+    if isinstance(found, ZipVariable):
+        held = (
+            part[found.index :] if isinstance(part, list) else _left_in(part)
+            for part in _zipped(found)
+        )
+        return list(zip(*held, strict=False))
+    if not hasattr(found, "view_type"):
+        return list(getattr(found, "items", ()))[getattr(found, "index", 0) :]
+    _, (left,) = found._iter.__reduce__()[:2]
+    made = {"keys": lambda key: key.vt, "items": lambda item: (item[0].vt, item[1])}
+    return [made.get(found.view_type, lambda value: value)(one) for one in left]
 
 
 def _rebuild_iterator(self: Any, codegen: Any) -> None:
-    """Code that makes what is left of a loop over a dict, such as ``for layer in self.layers``: a
-    graph that ends inside of the loop goes on behind its break, and is not left with its caller."""
+    """Code that makes what is left of a loop such as ``for layer in self.layers``: a graph that
+    ends inside of it goes on behind its break, and is not left with its caller."""
+    left = _as_tuple(_left_in(self))
+    self.remaining_items = left.items  # where a generator is closed before this code is made again
     codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
-    codegen(TupleVariable(_left_in(self)))
+    codegen(left)
     codegen.extend_output(create_call_function(1, False))
+
+
+def _as_tuple(left: Sequence[Any]) -> Any:
+    """Tuples of Dynamo's of Python's."""
+    return TupleVariable([_as_tuple(one) if isinstance(one, tuple) else one for one in left])
+
+
+def _rebuild(kind: Any) -> Callable[[Any, Any], None]:
+    as_ever = kind.reconstruct
+
+    def rebuilt(self: Any, codegen: Any) -> None:
+        (_rebuild_iterator if _is_listed(self) else as_ever)(self, codegen)
+
+    return rebuilt
 
 
 def _with_globals(make: Any) -> Any:
@@ -215,6 +290,8 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
     (_TRANSLATOR, "call_function", _call),
     (_TRANSLATOR, "maybe_has_backedge", _in_loop),
+    (ZipVariable, "reconstruct", _rebuild(ZipVariable)),
+    (LocalGeneratorObjectVariable, "reconstruct", _rebuild(LocalGeneratorObjectVariable)),
 ]
 if not hasattr(torch._dynamo.output_graph.OutputGraph, "install_resume_function_global"):  # 2.11
     REPLACED += [
