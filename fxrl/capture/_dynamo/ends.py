@@ -152,8 +152,10 @@ def _lowest_jumps(translator: Any) -> list[float]:
     return known
 
 
-def _few_modules(left: list[Any]) -> bool:
-    return len(left) < _MANY_LAYERS and all(any(map(_is_module, _members(one))) for one in left)
+def _few_modules(left: Iterable[Any]) -> bool:
+    """Looks at no more than it must: a loop over tokens is asked at each of its lines."""
+    first = list(itertools.islice(left, _MANY_LAYERS))
+    return len(first) < _MANY_LAYERS and all(any(map(_is_module, _members(one))) for one in first)
 
 
 def _is_module(value: Any) -> bool:
@@ -201,7 +203,7 @@ def _zipped(found: Any) -> Iterable[Any]:
     return held  # a list in torch 2.11
 
 
-def _left_in(iterator: Any) -> list[Any]:
+def _left_in(iterator: Any) -> Iterable[Any]:
     """What a loop has yet to come to: of a list, or of a dict's values, keys or items; tuples of
     what is counted or zipped."""
     found = iterator.realize()
@@ -210,13 +212,13 @@ def _left_in(iterator: Any) -> list[Any]:
         count = tracer.symbolic_locals["start"].as_python_constant() + 1
         counted = next(filter(_is_listed, reversed(tracer.stack)))
         numbers = map(ConstantVariable.create, itertools.count(count))
-        return list(zip(numbers, _left_in(counted), strict=False))
+        return zip(numbers, _left_in(counted), strict=False)
     if isinstance(found, ZipVariable):
         held = (
             part[found.index :] if isinstance(part, list) else _left_in(part)
             for part in _zipped(found)
         )
-        return list(zip(*held, strict=False))
+        return zip(*held, strict=False)
     if not hasattr(found, "view_type"):
         return list(getattr(found, "items", ()))[getattr(found, "index", 0) :]
     _, (left,) = found._iter.__reduce__()[:2]
@@ -234,7 +236,7 @@ def _rebuild_iterator(self: Any, codegen: Any) -> None:
     codegen.extend_output(create_call_function(1, False))
 
 
-def _as_tuple(left: Sequence[Any]) -> Any:
+def _as_tuple(left: Iterable[Any]) -> Any:
     """Tuples of Dynamo's of Python's."""
     return TupleVariable([_as_tuple(one) if isinstance(one, tuple) else one for one in left])
 
