@@ -258,8 +258,7 @@ def attend(
         query = tl.load(
             q + sequence.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :],
             mask=valid, other=0.0,
-        )  # fmt: skip
-        query = query.to(product)
+        ).to(product)  # fmt: skip
         table = block_table + row.to(tl.int64) * table_row
         m = tl.full([lanes], float("-inf"), tl.float32)
         l = tl.zeros([lanes], tl.float32)  # noqa: E741

@@ -34,10 +34,9 @@ import importlib.util
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from fxrl.config import MiB, parse_bytes
@@ -86,10 +85,9 @@ def build_llm(
     ledger: MemoryLedger,
     worker_cls: str,
     newest_worker: Callable[[], Any],
-    inductor: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """A ``vllm.LLM`` of the checkpoint in ``path``. ``newest_worker()`` is the worker made last,
-    ``None`` if it is gone or there was none; ``inductor`` are settings for what vLLM compiles."""
+    ``None`` if it is gone or there was none."""
     arguments = engine_arguments(
         options,
         set(symbols.module.EngineArgs.__dataclass_fields__),
@@ -99,7 +97,6 @@ def build_llm(
         utilization=utilization(options, ledger.probe.read()) if symbols.device == "cuda" else 0.0,
         worker_cls=worker_cls,
         has_tokenizer=any((path / name).is_file() for name in _TOKENIZER_FILES),
-        inductor=inductor,
     )
     alone, before = not symbols.tags(), id(newest_worker())
     try:

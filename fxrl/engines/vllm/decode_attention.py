@@ -51,7 +51,7 @@ from torch import Tensor
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.vllm.build import EngineLoadError
-from fxrl.engines.vllm.options import VllmOptions
+from fxrl.engines.vllm.options import HOPPER, VllmOptions
 from fxrl.errors import TESTED
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ log = logging.getLogger(__name__)
 CACHE = "_cached_get_attn_backend"
 AUTO_ROWS = 512
 AUTO_CONTEXT = 4096
-AUTO_CAPABILITY = (9, 0)
 UNQUANTIZED = ("auto", "float16", "bfloat16")
 _FP8 = ("fp8", "fp8_e4m3")
 
@@ -75,7 +74,7 @@ def place(
         return "CUSTOM"
     measured = (
         options.decode_attention == "auto"
-        and capability == AUTO_CAPABILITY
+        and capability == HOPPER
         and options.max_model_len is not None
         and options.max_model_len <= AUTO_CONTEXT
         and options.tensor_parallel_size == 1  # other processes have a registry of their own

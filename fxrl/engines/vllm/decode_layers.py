@@ -28,25 +28,34 @@ exponent has room for sums without scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxrl.engines.vllm.options import VllmOptions
+from fxrl.engines.vllm.options import HOPPER, VllmOptions
 
 LONGEST_ROW = 16384
 """Entries that a block's registers hold."""
 
-_CAPABILITY = (9, 0)
+_INDUCTOR = "inductor_compile_config"
 
 
 def wanted(options: VllmOptions, capability: tuple[int, int] | None) -> bool:
     """Whether an engine's layers run so: on Hopper, where that was measured, and in this process;
     others have compilers and registries of their own. ``capability`` is the GPU's, if any."""
-    return options.decode_layers and capability == _CAPABILITY and options.tensor_parallel_size == 1
+    return options.decode_layers and capability == HOPPER and options.tensor_parallel_size == 1
+
+
+def with_inductor(options: VllmOptions, settings: Mapping[str, Any]) -> VllmOptions:
+    """The same with settings for what vLLM compiles, beside which the user's own win."""
+    given = options.compilation_config
+    config: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
+    config[_INDUCTOR] = {**settings, **config.get(_INDUCTOR, {})}
+    return replace(options, compilation_config=config)
 
 
 def make_choices(base: Any) -> type:
@@ -95,8 +104,8 @@ def make_kernel(base: Any) -> type:
             super().process_weights_after_loading(layer)
             weight, scale, *_ = self._get_layer_params(layer)
             depth, width = weight.shape
-            self.narrow = width <= depth and scale.shape == (width, 1)
-            self.narrow = self.narrow and depth % 16 == width % 16 == 0  # others are padded
+            padded = depth % 16 != 0 or width % 16 != 0
+            self.narrow = width <= depth and scale.shape == (width, 1) and not padded
             self.one = torch.ones(1, dtype=torch.float32, device=weight.device)
 
         def apply_scaled_mm(

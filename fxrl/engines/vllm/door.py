@@ -269,12 +269,11 @@ def decode_steps(scheduler: Any) -> DecodeSteps:
 
 
 @contextmanager
-def layers(options: VllmOptions, symbols: VllmSymbols) -> Iterator[dict[str, Any]]:
+def layers(options: VllmOptions, symbols: VllmSymbols) -> Iterator[VllmOptions]:
     """While an engine is built its layers find fxrl's FP8 kernel and are compiled with fxrl's
-    choices, where that is wanted and this version is known. Yields Inductor's settings for it."""
-    capability = torch.cuda.get_device_capability() if symbols.device == "cuda" else None
-    if not (decode_layers.wanted(options, capability) and _known(symbols)):
-        yield {}
+    choices, where that is wanted and this version is known. Yields the options to build it with."""
+    if not (decode_layers.wanted(options, _capability(symbols.device)) and _known(symbols)):
+        yield options
         return
     from torch._inductor.virtualized import V
     from vllm import envs
@@ -291,7 +290,7 @@ def layers(options: VllmOptions, symbols: VllmSymbols) -> Iterator[dict[str, Any
         # before, as a trainer's has, looks for its handler alone.
         choices = _choices_class()
         stack.enter_context(V.set_choices_handler(choices()))
-        yield {"inductor_choices_class": choices}
+        yield decode_layers.with_inductor(options, {"inductor_choices_class": choices})
 
 
 @functools.cache
@@ -308,9 +307,12 @@ def attention(options: VllmOptions, device: str) -> AbstractContextManager[None]
 
     See NOTE [Why only while an engine is built] in decode_attention.py.
     """
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    place = decode_attention.place(options, capability)
+    place = decode_attention.place(options, _capability(device))
     return _registered(place) if place else nullcontext()
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if device == "cuda" else None
 
 
 def _registered(place: str) -> AbstractContextManager[None]:

@@ -93,10 +93,10 @@ class VllmEngine:
         )
         self.ledger.before_load()
         attention = door.attention(self.options, symbols.device)
-        with attention, door.layers(self.options, symbols) as inductor:
+        with attention, door.layers(self.options, symbols) as settled:
             llm = build_llm(
-                symbols, self.options, self.model_path, seed, self.ledger,
-                door.WORKER, door.newest_worker, inductor,
+                symbols, settled, self.model_path, seed, self.ledger,
+                door.WORKER, door.newest_worker,
             )  # fmt: skip
         self._handle = VllmHandle(llm, symbols, ranks, self.options.max_lora_rank)
         built.append(self._handle)

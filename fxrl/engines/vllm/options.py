@@ -64,7 +64,8 @@ _NAMED_BY_VLLM = (
 )
 
 
-_INDUCTOR = "inductor_compile_config"
+HOPPER = (9, 0)
+"""The compute capability of the GPUs on which what decodes unasked was measured."""
 
 MOST_SEQUENCES = 1024
 """Of a run at once: beyond it a decode step's time and the sampler's memory grow with them."""
@@ -194,14 +195,12 @@ def engine_arguments(
     utilization: float,
     worker_cls: str,
     has_tokenizer: bool,
-    inductor: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``.
 
     ``known`` are the fields of the installed ``EngineArgs``, ``utilization`` is vLLM's share of the
-    GPU (``build.utilization``), ``worker_cls`` the import path of the worker class, ``inductor``
-    settings beside which the user's own win. Raises ``VllmOptionError`` for an option that the
-    installed version does not have.
+    GPU (``build.utilization``), ``worker_cls`` the import path of the worker class. Raises
+    ``VllmOptionError`` for an option that the installed version does not have.
     """
     check_names("vllm.engine_args", options.engine_args.keys(), known)
     single = options.tensor_parallel_size == 1
@@ -225,8 +224,6 @@ def engine_arguments(
     for name in _NAMED_BY_VLLM:
         if (value := getattr(options, name)) is not None:
             arguments[name] = dict(value) if isinstance(value, Mapping) else value
-    if inductor:
-        arguments["compilation_config"] = _compilation(options.compilation_config, inductor)
     if options.decode_attention == "fxrl" and device != "cpu":
         arguments["attention_config"] = dict(options.attention_config or {}) | {"backend": "CUSTOM"}
     if options.max_lora_rank is not None:
@@ -243,13 +240,6 @@ def engine_arguments(
     arguments |= dict(options.engine_args)
     check_names("vllm options", arguments.keys(), known)
     return arguments
-
-
-def _compilation(
-    given: Mapping[str, Any] | int | None, inductor: Mapping[str, Any]
-) -> dict[str, Any]:
-    config: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
-    return config | {_INDUCTOR: {**inductor, **config.get(_INDUCTOR, {})}}
 
 
 def _executor(single: bool) -> str:

@@ -7,10 +7,15 @@ import sympy
 import torch
 
 from fxrl.engines.vllm import door
-from fxrl.engines.vllm.decode_layers import LONGEST_ROW, make_choices, make_kernel, offered, wanted
-from fxrl.engines.vllm.options import VllmOptions, engine_arguments
-
-HOPPER = (9, 0)
+from fxrl.engines.vllm.decode_layers import (
+    LONGEST_ROW,
+    make_choices,
+    make_kernel,
+    offered,
+    wanted,
+    with_inductor,
+)
+from fxrl.engines.vllm.options import HOPPER, VllmOptions
 
 
 @pytest.mark.parametrize(
@@ -78,18 +83,11 @@ def test_choices_are_part_of_caches_keys():
     ],
 )
 def test_settings_for_inductor_stand_beside_the_users_own_which_win(given, expected):
-    options = VllmOptions(compilation_config=given)
-    known = {"model", "seed", "compilation_config"}
-    arguments = engine_arguments(
-        options, _Everything(known), model="m", seed=0, device="cuda", utilization=0.5,
-        worker_cls="w", has_tokenizer=False, inductor={"a": 1},
-    )  # fmt: skip
-    assert arguments["compilation_config"] == expected
-
-
-class _Everything(set):
-    def __contains__(self, name):
-        return True
+    options = VllmOptions(compilation_config=given, max_num_seqs=7)
+    settled = with_inductor(options, {"a": 1})
+    assert settled.compilation_config == expected
+    assert settled.max_num_seqs == 7
+    assert options.compilation_config == given
 
 
 def quantized(rows, columns, seed):
@@ -182,7 +180,8 @@ def test_an_engine_on_hopper_finds_the_kernel_and_compiles_rows_whole(vllm_proce
         return x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
 
     x = torch.randn(64, 4096, device="cuda")
-    with door.layers(VllmOptions(), symbols) as settings:
+    with door.layers(VllmOptions(), symbols) as settled:
+        settings = settled.compilation_config["inductor_compile_config"]
         assert settings == {"inductor_choices_class": door.RowChoices}
         check_products("cuda", SHAPES)
         made, (code,) = run_and_get_code(torch.compile(norm, options=settings), x)
@@ -193,5 +192,6 @@ def test_an_engine_on_hopper_finds_the_kernel_and_compiles_rows_whole(vllm_proce
     assert "triton_red_fused" in code  # Inductor's own again
     kernel, *_ = kernel_of(256, 128, "cuda")
     assert type(kernel).__name__ == "CutlassFP8ScaledMMLinearKernel"
-    with door.layers(VllmOptions(decode_layers=False), symbols) as settings:
-        assert settings == {}
+    theirs = VllmOptions(decode_layers=False)
+    with door.layers(theirs, symbols) as settled:
+        assert settled is theirs

@@ -11,8 +11,8 @@ import torch
 from fxrl.engines import SamplingParams, VllmEngine, VllmOptions
 from fxrl.engines.ledger import TOLERANCE
 from fxrl.engines.vllm import door
-from fxrl.engines.vllm.decode_attention import AUTO_CAPABILITY
 from fxrl.engines.vllm.decode_steps import DecodeSteps
+from fxrl.engines.vllm.options import HOPPER
 from fxrl.engines.vllm.standby import WakeError
 from fxrl.models import load_model, lora
 from tests.engines.conftest import reference_logprobs
@@ -62,7 +62,7 @@ def test_decode_steps_run_fxrls_kernel_where_it_was_measured(engine):
     """Hopper, and this engine's context: FlashAttention's own place is taken."""
     groups = engine._handle.worker.model_runner.attn_groups
     backends = {one.backend for group in groups for one in group}
-    fast = torch.cuda.get_device_capability() == AUTO_CAPABILITY
+    fast = torch.cuda.get_device_capability() == HOPPER
     assert {b.__name__.startswith("FastBackend") for b in backends} == {fast}
     assert {b.get_name() for b in backends} == {"FLASH_ATTN"}
 

@@ -13,7 +13,8 @@ import torch
 from fxrl.engines import SamplingParams, VllmEngine, VllmOptions
 from fxrl.engines.vllm import door
 from fxrl.engines.vllm.build import EngineLoadError
-from fxrl.engines.vllm.decode_attention import AUTO_CAPABILITY, AUTO_CONTEXT
+from fxrl.engines.vllm.decode_attention import AUTO_CONTEXT
+from fxrl.engines.vllm.options import HOPPER
 from fxrl.models import load_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
@@ -45,7 +46,7 @@ def folder(tmp_path_factory):
     ids=["auto-vllm-auto", "fxrl-long-auto"],
 )
 def test_each_engine_runs_what_its_own_options_say_and_leaves_no_scratch(folder, order):
-    if torch.cuda.get_device_capability() != AUTO_CAPABILITY:
+    if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("no GPU on which fxrl's decode attention runs unasked")
     for options, fast in order:
         given = VllmOptions(
