@@ -8,7 +8,7 @@ for each variant:
     fp8-slots  the same with a LoRA adapter r=32 on all linear layers in vLLM's slots
     bf16-kv    bf16 weights, KV cache in FP8
     fp8-kv     both in FP8
-    fp8-kv-own the same, read by fxrl's decode attention (``decode_attention="fxrl"``)
+    fp8-kv-vllm the same, read by vLLM's FlashAttention (``decode_attention="vllm"``)
     vllm-steps bf16, all of whose steps vLLM's own scheduler schedules (``decode_steps=False``)
     fp8-vllm   fp8 with layers as vLLM multiplies and compiles them (``decode_layers=False``)
 
@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": _FP8,
     "fp8-kv": _FP8 | _KV,
-    "fp8-kv-own": _FP8 | _KV | {"decode_attention": "fxrl"},
+    "fp8-kv-vllm": _FP8 | _KV | {"decode_attention": "vllm"},
     "fp8-slots": _FP8 | {"max_lora_rank": rl_job.RANK},
     "bf16-kv": _KV,
     "vllm-steps": {"decode_steps": False},

@@ -40,7 +40,6 @@ _WARP = 32
 of 1, 2, 4, 8, 16, 24 and 32, for which a compilation of its own took 1.6 s on an H200's host."""
 _INTERPRETED_PROCESSORS = 3  # on the CPU, where Triton's interpreter stands in for the device
 _COMPARED = 4096  # block numbers that a program of find_prefixes compares at a time
-RECORD = 8  # int32 of a split in ``DecodeSchedule.work``: five and padding, a sector of memory
 
 
 class DecodeAttentionError(FxrlError, ValueError):
@@ -52,7 +51,7 @@ class DecodeTuning:
     """How the work is cut; results depend on it in their last bits only.
 
     tile: keys of one step, a power of two of at least 16.
-    warps, stages: of a program, and tiles it has in flight.
+    warps, stages: of a program, and of its loop over tiles.
     programs_per_sm: the grid is this times the number of multiprocessors.
     min_tiles: a split, and a prefix that is read for several, has at least so many tiles, or
         merging would cost more than it saves.
@@ -64,7 +63,7 @@ class DecodeTuning:
 
     tile: int = 16
     warps: int = 1
-    stages: int = 3
+    stages: int = 2
     programs_per_sm: int = 8
     min_tiles: int = 4
     slack: int = 100
@@ -82,6 +81,11 @@ def lanes_of(group: int) -> int:
 def members_of(group: int) -> int:
     """Most sequences of a set: as many as have lanes for all their heads."""
     return lanes_of(group) // group
+
+
+def record_of(group: int) -> int:
+    """int32 of a split in ``DecodeSchedule.work``: four, its sequences, and padding to a sector."""
+    return -(-(4 + members_of(group)) // 8) * 8
 
 
 def default_tuning(group: int, head_dim: int, device: torch.device) -> DecodeTuning:
@@ -112,17 +116,15 @@ class DecodeSchedule:
     heads, query heads of each, block size, window, and where tables and lengths are.
 
     splits: ``[1]``, how many there are.
-    work: ``[most splits, RECORD]``: the sequence whose block table is read, for how many it is read
-        (1, or the set's size), which of those sequences' partial results it makes, and its keys'
-        first position and end.
-    roster: ``[R, members]``: the sequences of the set that a sequence leads.
+    work: ``[most splits, record_of(group)]``: for how many sequences a split is read (1, or a set's
+        size), which of their partial results it makes, its keys' first position and end, and the
+        sequences, of which the first one's block table is read.
     slots: ``[2, R]``: the place of a sequence's first partial result, and how many it has.
     """
 
     made_for: tuple[int, ...]
     splits: Tensor
     work: Tensor
-    roster: Tensor
     slots: Tensor
 
 
@@ -196,7 +198,7 @@ def schedule_decode(
     # Each is aligned, whatever ``rows`` is: Triton compiles anew for a pointer that is not. A
     # program reads the split behind the last one.
     most = rows + rows // 2 + workspace.further_splits(kv_heads)
-    work, splits = empty(most + 1, RECORD), empty(1)
+    work, splits = empty(most + 1, record_of(group)), empty(1)
     roster, slots = empty(rows, members), empty(2, rows)
     depth, first, leader, shared, led = empty(5, padded)
     warps = min(8, max(1, padded // 64))
@@ -212,14 +214,14 @@ def schedule_decode(
                 members=members, block_size=block_size, rows_padded=padded, num_warps=1,
             )  # fmt: skip
         cut_work[(1,)](
-            seq_lens, leader, shared, led, splits, work, slots, first, rows,
+            seq_lens, leader, shared, led, roster, splits, work, slots, first, rows,
             rows if share else 0, workspace.programs,
             tuning.min_tiles, tuning.slack, tuning.max_tiles, tuning.rounds,
-            window=window, kv_heads=kv_heads, tile=tuning.tile,
-            record=RECORD, rows_padded=padded, num_warps=warps,
+            window=window, kv_heads=kv_heads, members=members, tile=tuning.tile,
+            record=record_of(group), rows_padded=padded, num_warps=warps,
         )  # fmt: skip
     fits = made_for(q, k_cache, block_table, seq_lens, window)
-    return DecodeSchedule(fits, splits, work, roster, slots)
+    return DecodeSchedule(fits, splits, work, slots)
 
 
 def made_for(
@@ -315,6 +317,7 @@ def cut_work(
     leader: tl.tensor,
     shared: tl.tensor,
     led: tl.tensor,
+    roster: tl.tensor,
     total: tl.tensor,
     work: tl.tensor,
     slots: tl.tensor,
@@ -328,6 +331,7 @@ def cut_work(
     rounds: tl.tensor,
     window: tl.constexpr,
     kv_heads: tl.constexpr,
+    members: tl.constexpr,
     tile: tl.constexpr,
     record: tl.constexpr,
     rows_padded: tl.constexpr,
@@ -345,7 +349,8 @@ def cut_work(
     if window > 0:
         start = tl.maximum(length - window, 0)
     stop = tl.where(rest, length, common)
-    tiles = tl.where(real, (stop - start + tile - 1) // tile, 0)
+    base = start // tile * tile  # a tile lies in one block of the cache, or fills several
+    tiles = tl.where(real, (stop - base + tile - 1) // tile, 0)
     splits = splits_of_rows(tiles, real, programs, kv_heads, min_tiles, slack, max_tiles, rounds)
     ends = tl.cumsum(splits, 0)
     tl.store(total, tl.sum(splits, 0))
@@ -361,14 +366,34 @@ def cut_work(
 
     step = (tiles + splits - 1) // tl.maximum(splits, 1) * tile
     for j in range(tl.max(splits, 0)):
-        here = work + (ends - splits + j) * record
-        low = start + j * step
-        live = j < splits
-        tl.store(here, row, mask=live)
-        tl.store(here + 1, size, mask=live)
-        tl.store(here + 2, before + j, mask=live)
-        tl.store(here + 3, low, mask=live)
-        tl.store(here + 4, tl.minimum(low + step, stop), mask=live)
+        write_split(
+            work + (ends - splits + j) * record, j < splits, size, before + j,
+            tl.maximum(base + j * step, start), tl.minimum(base + (j + 1) * step, stop),
+            row, roster, members,
+        )  # fmt: skip
+
+
+@jit
+def write_split(
+    here: tl.tensor,
+    live: tl.tensor,
+    size: tl.tensor,
+    nth: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    row: tl.tensor,
+    roster: tl.tensor,
+    members: tl.constexpr,
+) -> None:
+    """A split of each row that has one more; see ``DecodeSchedule.work``."""
+    tl.store(here, size, mask=live)
+    tl.store(here + 1, nth, mask=live)
+    tl.store(here + 2, low, mask=live)
+    tl.store(here + 3, high, mask=live)
+    tl.store(here + 4, row, mask=live)
+    for i in tl.static_range(1, members):
+        joins = live & (i < size)
+        tl.store(here + 4 + i, tl.load(roster + row * members + i, mask=joins), mask=joins)
 
 
 @jit

@@ -135,10 +135,7 @@ def reads(case, *, tuning=None, window=0):
         case.q, case.k_cache, case.block_table, case.seq_lens, window=window, workspace=space
     )
     work = made.work[: made.splits.item()].tolist()
-    sets = made.roster.tolist()
-    return [
-        (low, high, sets[row][:size] if size > 1 else [row]) for row, size, _, low, high, *_ in work
-    ]
+    return [(low, high, rows[:size]) for size, _, low, high, *rows in work]
 
 
 def keys_read(case, **options):
@@ -182,6 +179,7 @@ def main():
     mixed = [0, 1, 16, 17, 33, 150, 0]
     check(make_case(mixed, dtype=half), tuning=small)
     check(make_case([200], dtype=half), tuning=small)
+    check(make_case([700], dtype=half), tuning=small)  # more splits than are merged at once
     check(
         make_case([70, 40], q_heads=6, kv_heads=1, dim=96, layout="HND", dtype=half), tuning=small
     )
@@ -197,6 +195,7 @@ def main():
             make_case([100, 20, 0], dtype=query, cached=fp8), tuning=small, window=37, softcap=5.0
         )
     check_prefixes(4, 2, 4 * 96 + 2 * 64, dim=16)
+    check_prefixes(10, 2, 3 * 96 + 2 * 64, dim=16)  # three of a set: no power of two
     check_prefixes(16, 1, 0, dim=16)
     print("all agree")
 

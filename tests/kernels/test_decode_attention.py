@@ -57,7 +57,13 @@ def test_caches_in_fp8_on_gpu(dtype, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("heads", "spared"), [((8, 4), 4 * 96 + 2 * 64), ((8, 2), 3 * 96 + 2 * 64), ((32, 2), 0)]
+    ("heads", "spared"),
+    [
+        ((8, 4), 4 * 96 + 2 * 64),
+        ((8, 2), 3 * 96 + 2 * 64),
+        ((10, 2), 3 * 96 + 2 * 64),
+        ((32, 2), 0),
+    ],
 )
 def test_prefixes_on_gpu(heads, spared):
     cases.check_prefixes(*heads, spared, dim=128, device="cuda", dtype=torch.bfloat16)

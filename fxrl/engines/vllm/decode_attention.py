@@ -7,15 +7,15 @@ with a scale for each head) runs what was derived from.
 
 NOTE [Where the kernel runs unasked]
 Completions of a prompt are what a rollout decodes, and their prompt's keys are read once for
-several of them. On an H200, with Qwen3-8B's heads: 77 us a layer, FlashAttention 3 148, for 256
-sequences, 8 of each prompt of 512 tokens, with 128 more of each; 102 and 183 for 64 of prompts of
-4096. Inside vLLM that made a step of 256 11.6 ms that had been 14.1. Where no two sequences begin
-alike the kernel takes 0.66 to 1.03 of FlashAttention 3's time for up to 512 sequences with those
-heads; with Qwen3-1.7B's 0.84 to 0.98 for 1 to 128 sequences (``bench.decode_kernels``), but 1.14
-for 140 of 1000 tokens, 1.1 for 64 mixed ones of up to 6350 and for one of 32768. So ``"auto"``
-takes it on Hopper, for steps of up to ``AUTO_ROWS`` sequences of engines with contexts of up to
-``AUTO_CONTEXT``; all else is vLLM's. Near both limits at once it was not timed, and caches in FP8,
-which it reads at half the bytes, were not either: ``"auto"`` leaves them to vLLM.
+several of them. Inside vLLM, with Qwen3-8B's heads on an H200, 256 sequences, 8 of each prompt of
+512 tokens: 11.6 ms a step that had been 14.1 with FlashAttention 3, in FP8 with an FP8 cache 8.2
+that had been 11.1; 5.7 and 7.1 with 128, 4.9 and 5.4 with 64 (the kernel is 7 to 12 us a layer
+faster since). Where no two sequences begin alike it took 0.66 to 1.03 of FlashAttention 3's time
+for up to 512 sequences with those heads; with Qwen3-1.7B's 0.84 to 0.98 for 1 to 128 sequences
+(``bench.decode_kernels``), but 1.14 for 140 of 1000 tokens, 1.1 for 64 mixed ones of up to 6350 and
+for one of 32768. So ``"auto"`` takes it on Hopper, for steps of up to ``AUTO_ROWS`` sequences of
+engines with contexts of up to ``AUTO_CONTEXT``; all else is vLLM's. Near both limits at once it was
+not timed.
 
 It is registered in FlashAttention's own place then, which vLLM's registry allows: vLLM goes on
 choosing by itself, and a model for which it chooses another backend (MLA, sinks, head sizes) never
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 CACHE = "_cached_get_attn_backend"
 AUTO_ROWS = 512
 AUTO_CONTEXT = 4096
-UNQUANTIZED = ("auto", "float16", "bfloat16")
+_UNQUANTIZED = ("auto", "float16", "bfloat16")
 _FP8 = ("fp8", "fp8_e4m3")
 
 
@@ -78,7 +78,7 @@ def place(
         and options.max_model_len is not None
         and options.max_model_len <= AUTO_CONTEXT
         and options.tensor_parallel_size == 1  # other processes have a registry of their own
-        and options.kv_cache_dtype in UNQUANTIZED
+        and options.kv_cache_dtype in (*_UNQUANTIZED, *_FP8)
         and "backend" not in (options.attention_config or {})
         and "attention_backend" not in options.engine_args
     )
@@ -299,7 +299,7 @@ def _layer_fits(impl: Any) -> bool:
         attn_type == "decoder"
         and impl.alibi_slopes is None
         and getattr(impl, "sinks", None) is None
-        and impl.kv_cache_dtype in (*UNQUANTIZED, *_FP8)
+        and impl.kv_cache_dtype in (*_UNQUANTIZED, *_FP8)
         and impl.head_size <= 256
         and not getattr(impl, "batch_invariant_enabled", False)
         and getattr(impl, "dcp_world_size", 1) <= 1

@@ -9,7 +9,9 @@ HOPPER = (9, 0)
 
 
 def test_unasked_it_takes_flash_attentions_place_on_hopper():
-    assert place(VllmOptions(max_model_len=AUTO_CONTEXT), HOPPER) == "FLASH_ATTN"
+    for kind in ("auto", "fp8"):
+        options = VllmOptions(max_model_len=AUTO_CONTEXT, kv_cache_dtype=kind)
+        assert place(options, HOPPER) == "FLASH_ATTN"
 
 
 @pytest.mark.parametrize(
@@ -21,7 +23,7 @@ def test_unasked_it_takes_flash_attentions_place_on_hopper():
         ({"max_model_len": None}, HOPPER),
         ({"max_model_len": AUTO_CONTEXT + 1}, HOPPER),
         ({"tensor_parallel_size": 2}, HOPPER),
-        ({"kv_cache_dtype": "fp8"}, HOPPER),
+        ({"kv_cache_dtype": "fp8_e5m2"}, HOPPER),
         ({"attention_config": {"backend": "FLASH_ATTN"}}, HOPPER),
         ({"engine_args": {"attention_backend": "FLASH_ATTN"}}, HOPPER),
         ({"decode_attention": "vllm"}, HOPPER),

@@ -127,6 +127,13 @@ def kernel_of(depth, width, device):
     return kernel, layer, exact
 
 
+@pytest.fixture
+def compiling(vllm_process):
+    """vLLM's other tests run without compiling."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
 SHAPES = [(256, 128), (256, 256), (128, 256)]
 
 
@@ -153,7 +160,7 @@ def check_products(device, shapes):
 
 
 @pytest.mark.vllm
-def test_narrow_products_equal_the_exact_ones(vllm_process):
+def test_narrow_products_equal_the_exact_ones(compiling):
     """On a CPU, over the kernel that vLLM has there."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum, current_platform
@@ -169,7 +176,7 @@ def test_narrow_products_equal_the_exact_ones(vllm_process):
 
 @pytest.mark.vllm
 @pytest.mark.gpu
-def test_an_engine_on_hopper_finds_the_kernel_and_compiles_rows_whole(vllm_process):
+def test_an_engine_on_hopper_finds_the_kernel_and_compiles_rows_whole(compiling):
     from torch._inductor.utils import run_and_get_code
 
     if torch.cuda.get_device_capability() != HOPPER:
