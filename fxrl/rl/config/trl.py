@@ -45,6 +45,7 @@ _OTHER = {
     "data.train_on": "completion_only_loss assistant_only_loss",
     "reward.functions": "reward_funcs",
     "reward.weights": "reward_weights",
+    "sampling.num_generations": "n",
     "sampling.max_tokens": "max_completion_length max_new_tokens",
     "sampling.extra": "generation_kwargs",
     "vllm.max_model_len": "vllm_max_model_length",
