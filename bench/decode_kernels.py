@@ -25,7 +25,7 @@ from fxrl.kernels.decode_schedule import DecodeSchedule, DecodeWorkspace, schedu
 from fxrl.kernels.sample import fused_sample
 
 COLUMNS = ("kernel", "variant", "rows", "length", "us", "floor_us", "of_copy", "error", "failure")
-Q_HEADS, KV_HEADS, DIM, BLOCK, VOCAB = 16, 8, 128, 16, 151936  # Qwen3-1.7B
+KV_HEADS, DIM, BLOCK, VOCAB = 8, 128, 16, 151936  # Qwen3, 1.7B to 8B
 LENGTHS: dict[str, list[int]] = {
     "32 x 1000": [1000] * 32,
     "32 mixed to 1870": [60 * i + 10 for i in range(32)],
@@ -39,21 +39,26 @@ LENGTHS: dict[str, list[int]] = {
     "128 x 1000": [1000] * 128,
     "140 x 1000": [1000] * 140,
     "250, one of 4000": [4000] + [100] * 249,
+    "128 x 640, 8 of each 512": [640] * 128,
     "256 x 640, 8 of each 512": [640] * 256,
     "64 x 3584, 8 of each 3072": [3584] * 64,
 }
-PROMPTS = {"256 x 640, 8 of each 512": (8, 512), "64 x 3584, 8 of each 3072": (8, 3072)}
+PROMPTS = {
+    "128 x 640, 8 of each 512": (8, 512),
+    "256 x 640, 8 of each 512": (8, 512),
+    "64 x 3584, 8 of each 3072": (8, 3072),
+}
 """How many completions a prompt has, and its tokens; elsewhere no two sequences begin alike."""
 
 
 def main() -> None:
     args = _arguments()
-    results = common.results(args, "Kernels of the decode step", COLUMNS, _notes())
+    results = common.results(args, "Kernels of the decode step", COLUMNS, _notes(args))
     bandwidth = copy_bandwidth()
     results.extra["copy_bytes_per_s"] = bandwidth
     for label, lengths in LENGTHS.items():
         if args.only in ("", "attention"):
-            _attention(results, label, lengths, bandwidth)
+            _attention(results, label, lengths, bandwidth, args.q_heads)
             common.free_memory("cuda")
     for rows in args.sample_rows:
         if args.only in ("", "sample"):
@@ -100,14 +105,16 @@ def _measure(
     results.add(**row)
 
 
-def _attention(results: common.Results, label: str, lengths: list[int], bandwidth: float) -> None:
+def _attention(
+    results: common.Results, label: str, lengths: list[int], bandwidth: float, q_heads: int
+) -> None:
     copies, prompt = PROMPTS.get(label, (1, 0))
     keys = sum(lengths) - (len(lengths) - len(lengths) // copies) * prompt
     bytes_read = keys * KV_HEADS * DIM * 2 * 2
     count = max(2, min(8, round(1e9 / bytes_read)))
-    sets = [_cache(lengths, copies, prompt, seed) for seed in range(count)]
+    sets = [_cache(lengths, copies, prompt, seed, q_heads) for seed in range(count)]
     want = _dense(sets[0], lengths)
-    for name, variant in _attention_variants(lengths):
+    for name, variant in _attention_variants(lengths, q_heads):
         outs = [torch.empty_like(data["q"]) for data in sets]
         work = [partial(variant, *pair) for pair in zip(sets, outs, strict=True)]
         error = lambda: ((outs[0].double() - want).norm() / want.norm()).item()  # noqa: B023, E731
@@ -115,7 +122,9 @@ def _attention(results: common.Results, label: str, lengths: list[int], bandwidt
         _measure(results, row, bytes_read, bandwidth, work, error)
 
 
-def _cache(lengths: list[int], copies: int, prompt: int, seed: int) -> dict[str, Tensor]:
+def _cache(
+    lengths: list[int], copies: int, prompt: int, seed: int, q_heads: int
+) -> dict[str, Tensor]:
     """Random keys and values in blocks in random order, as a server's cache comes to be; ``copies``
     sequences after another begin with the blocks of one prompt."""
     gen = torch.Generator("cuda").manual_seed(seed)
@@ -128,7 +137,7 @@ def _cache(lengths: list[int], copies: int, prompt: int, seed: int) -> dict[str,
     for row, blocks in enumerate(order.split(counts)):
         table[row, : len(blocks)] = blocks
         table[row, : prompt // BLOCK] = table[row // copies * copies, : prompt // BLOCK]
-    query = (len(lengths), Q_HEADS, DIM)
+    query = (len(lengths), q_heads, DIM)
     return {
         "q": torch.randn(query, generator=gen, device="cuda", dtype=torch.bfloat16),
         "k": cache[:, 0],
@@ -151,9 +160,9 @@ def _dense(data: dict[str, Tensor], lengths: list[int]) -> Tensor:
 
 
 def _attention_variants(
-    lengths: list[int],
+    lengths: list[int], q_heads: int
 ) -> Iterator[tuple[str, Callable[[dict[str, Tensor], Tensor], Any]]]:
-    space = DecodeWorkspace(len(lengths), Q_HEADS, KV_HEADS, DIM, torch.device("cuda"))
+    space = DecodeWorkspace(len(lengths), q_heads, KV_HEADS, DIM, torch.device("cuda"))
     schedules: dict[int, DecodeSchedule] = {}
 
     def ours(data: dict[str, Tensor], out: Tensor) -> Any:
@@ -170,7 +179,10 @@ def _attention_variants(
         yield "sdpa, dense cache", _sdpa(lengths)
     if importlib.util.find_spec("vllm") is not None:
         for splits in (32, 1):
-            yield f"vLLM FlashAttention 3, at most {splits} splits", _flash(lengths, splits)
+            yield (
+                f"vLLM FlashAttention 3, at most {splits} splits",
+                _flash(lengths, splits, q_heads),
+            )
 
 
 def _sdpa(lengths: list[int]) -> Callable[[dict[str, Tensor], Tensor], Any]:
@@ -192,7 +204,9 @@ def _sdpa(lengths: list[int]) -> Callable[[dict[str, Tensor], Tensor], Any]:
     return run
 
 
-def _flash(lengths: list[int], splits: int) -> Callable[[dict[str, Tensor], Tensor], Any]:
+def _flash(
+    lengths: list[int], splits: int, q_heads: int
+) -> Callable[[dict[str, Tensor], Tensor], Any]:
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     longest = max(lengths)
@@ -202,7 +216,7 @@ def _flash(lengths: list[int], splits: int) -> Callable[[dict[str, Tensor], Tens
         if id(data) not in plans:  # vLLM makes it once a step, for all layers
             plans[id(data)] = get_scheduler_metadata(
                 batch_size=len(lengths), max_seqlen_q=1, max_seqlen_k=longest,
-                num_heads_q=Q_HEADS, num_heads_kv=KV_HEADS, headdim=DIM,
+                num_heads_q=q_heads, num_heads_kv=KV_HEADS, headdim=DIM,
                 cache_seqlens=data["lens"], qkv_dtype=torch.bfloat16,
                 cu_seqlens_q=data["starts"], page_size=BLOCK, causal=True, num_splits=splits,
             )  # fmt: skip
@@ -265,9 +279,9 @@ def _vllm_sampler(
     return run
 
 
-def _notes() -> list[str]:
+def _notes(args: argparse.Namespace) -> list[str]:
     return [
-        f"{Q_HEADS} query and {KV_HEADS} KV heads of {DIM}, blocks of {BLOCK}, bf16; "
+        f"{args.q_heads} query and {KV_HEADS} KV heads of {DIM}, blocks of {BLOCK}, bf16; "
         f"vocabulary {VOCAB}",
         "error: relative L2 distance to float64 attention; largest error of a log-probability",
         "attention's schedules are made outside the timing: they are made once a step",
@@ -278,6 +292,7 @@ def _notes() -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("--only", default="", choices=("", "attention", "sample"))
+    parser.add_argument("--q-heads", default=16, type=common.positive, help="8B has 32")
     parser.add_argument("--sample-rows", default=[32, 256], type=common.numbers)
     return parser.parse_args()
 
