@@ -28,13 +28,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import log
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxrl.dtypes import wide_dtype
+from fxrl.dtypes import at_least_float32, wide_dtype
 from fxrl.ops import no_second_derivative
+from fxrl.ops.linear_logprob.matmul import slices
 
 #: Queries, and keys, of a block: what kernels skip or see as a whole.
 BLOCK = 128
@@ -70,26 +71,23 @@ def _compiled(node: ast.AST) -> Callable[[Values], Any]:
 
 
 def _tile(
-    mask: str, vectors: Sequence[Tensor], rows: tuple[int, int], keys: int, device: torch.device
+    mask: str, vectors: Sequence[Tensor], rows: slice, keys: int, device: torch.device
 ) -> Tensor:
     """The mask of some queries as bool [B|1, H|1, rows, keys]."""
-    start, stop = rows
     values: dict[str, Tensor] = {
-        "query": torch.arange(start, stop, device=device)[:, None],
+        "query": torch.arange(rows.start, rows.stop, device=device)[:, None],
         "key": torch.arange(keys, device=device),
     }
     for index, vector in enumerate(vectors):
-        values[f"v{index}"] = vector if vector.shape[2] == 1 else vector[:, :, start:stop]
+        values[f"v{index}"] = vector if vector.shape[2] == 1 else vector[:, :, rows]
     made = torch.as_tensor(expression(mask)(values), device=device)
     made = made[(None,) * (4 - made.dim())]
-    return made.expand(made.shape[0], made.shape[1], stop - start, keys)
+    return made.expand(made.shape[0], made.shape[1], rows.stop - rows.start, keys)
 
 
-def _tiles(queries: int, width: int, most: int) -> list[tuple[int, int]]:
-    """Ranges of queries, in whole blocks, that take about ``most`` values each if one query takes
-    ``width``."""
-    step = max(1, most // max(1, width * BLOCK)) * BLOCK
-    return [(start, min(start + step, queries)) for start in range(0, queries, step)]
+def _tiles(queries: int, width: int, most: int) -> Iterator[slice]:
+    """Queries, in whole blocks, that take about ``most`` values each if one takes ``width``."""
+    return slices(queries, max(1, most // max(1, width * BLOCK)) * BLOCK)
 
 
 # ---------------------------------------------------------------------------- the blocks
@@ -111,11 +109,12 @@ def mask_blocks(
     rows, columns = (-(-size // BLOCK) for size in (queries, keys))
     some = torch.zeros(*shape, rows, columns, dtype=torch.bool, device=device)
     whole = torch.zeros_like(some)
-    for start, stop in _tiles(queries, shape[0] * shape[1] * keys, _BLOCKS_AT_ONCE):
-        tile = _tile(mask, vectors, (start, stop), keys, device).expand(*shape, -1, -1)
-        pad = (0, columns * BLOCK - keys, 0, -(stop - start) % BLOCK)
-        tile = _split(_split(torch.nn.functional.pad(tile, pad), 3, (-1, BLOCK)), 2, (-1, BLOCK))
-        place = slice(start // BLOCK, start // BLOCK + tile.shape[2])
+    for here in _tiles(queries, shape[0] * shape[1] * keys, _BLOCKS_AT_ONCE):
+        tile = _tile(mask, vectors, here, keys, device).expand(*shape, -1, -1)
+        pad = (0, columns * BLOCK - keys, 0, -tile.shape[2] % BLOCK)
+        tile = torch.unflatten(torch.nn.functional.pad(tile, pad), 3, (-1, BLOCK))
+        tile = torch.unflatten(tile, 2, (-1, BLOCK))
+        place = slice(here.start // BLOCK, here.start // BLOCK + tile.shape[2])
         some[:, :, place] = tile.any(5).any(3)
         whole[:, :, place] = tile.all(5).all(3)
     some &= ~whole
@@ -170,28 +169,19 @@ class Problem:
         """Tile by tile: which queries, and their scores [B, G, H/G, rows, Tk], -inf if unseen."""
         query, key = self.query, self.key
         groups, queries, keys = key.shape[1], query.shape[2], key.shape[2]
-        columns = _wide(key).unsqueeze(2).transpose(-1, -2)
-        for rows in _tiles(queries, query.shape[0] * query.shape[1] * keys, _SCORES_AT_ONCE):
-            here = slice(*rows)
-            part = _split(_wide(query[:, :, here]), 1, (groups, -1))
-            seen = _tile(self.mask, self.vectors, rows, keys, query.device)
-            seen = _split(seen, 1, (groups, -1)) if seen.shape[1] > 1 else seen.unsqueeze(1)
+        columns = at_least_float32(key).unsqueeze(2).transpose(-1, -2)
+        for here in _tiles(queries, query.shape[0] * query.shape[1] * keys, _SCORES_AT_ONCE):
+            part = torch.unflatten(at_least_float32(query[:, :, here]), 1, (groups, -1))
+            seen = _tile(self.mask, self.vectors, here, keys, query.device)
+            seen = torch.unflatten(seen, 1, (groups if seen.shape[1] > 1 else 1, -1))
             yield here, (part @ columns * self.scale).masked_fill(~seen, -torch.inf)
 
 
-class Kernels(Protocol):
-    """A device's own attention, for what ``can_be_fast`` says."""
-
-    def forward(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        """As ``masked_attention``."""
-
-    def backward(
-        self, problem: Problem, grad: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``masked_attention_vjp``."""
-
-
-_ATTACHED: dict[str, Kernels] = {}
+#: Of a problem as ``masked_attention``; and of a problem, the gradient, output and logarithm as
+#: ``masked_attention_vjp``.
+Forward = Callable[[Problem], tuple[Tensor, Tensor]]
+Backward = Callable[[Problem, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+_ATTACHED: dict[str, tuple[Forward, Backward]] = {}
 _FAST = (torch.bfloat16, torch.float16, torch.float32)
 _LEAST_FEATURES = 16
 
@@ -202,12 +192,13 @@ def can_be_fast(query: Tensor, value: Tensor) -> bool:
     return query.dtype == value.dtype and query.dtype in _FAST and features >= _LEAST_FEATURES
 
 
-def attach(device: str, kernels: Kernels) -> None:
-    """Let a type of device (``"cuda"``) run these kernels instead of the reference."""
-    _ATTACHED[device] = kernels
+def attach(device: str, forward: Forward, backward: Backward) -> None:
+    """Let a type of device (``"cuda"``) run these instead of the reference, for what
+    ``can_be_fast`` says."""
+    _ATTACHED[device] = forward, backward
 
 
-def _kernels(problem: Problem) -> Kernels | None:
+def _kernels(problem: Problem) -> tuple[Forward, Backward] | None:
     query = problem.query
     fast = can_be_fast(query, problem.value) and query.numel() > 0
     return _ATTACHED.get(query.device.type) if fast else None
@@ -234,11 +225,11 @@ def masked_attention(
     """Attention's output, and the logarithm that its backward reads."""
     problem = Problem(query, key, value, vectors, blocks, mask, scale)
     if (kernels := _kernels(problem)) is not None:
-        return kernels.forward(problem)
+        return kernels[0](problem)
     out, lse = _results(query, value)
     for here, scores in problem.scores():
         base = scores.logsumexp(-1)
-        part = _weights(scores, base) @ _wide(value).unsqueeze(2)
+        part = _weights(scores, base) @ at_least_float32(value).unsqueeze(2)
         out[:, :, here] = part.flatten(1, 2).to(out.dtype)
         lse[:, :, here] = base.flatten(1, 2) / _LN2
     return out, lse
@@ -254,15 +245,6 @@ def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     out = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
     dtype = wide_dtype(query.dtype)
     return out, query.new_empty(batch, heads, queries, dtype=dtype)
-
-
-def _split(x: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
-    parted: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
-    return parted
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _weights(scores: Tensor, base: Tensor) -> Tensor:
@@ -295,18 +277,20 @@ def masked_attention_vjp(
     """Gradients of query, key and value; of padding too: what sees nothing gives zeros."""
     problem = Problem(query, key, value, vectors, blocks, mask, scale)
     if (kernels := _kernels(problem)) is not None:
-        return kernels.backward(problem, grad, out, lse)
+        return kernels[1](problem, grad, out, lse)
     results = tuple(_laid_out(x) for x in (query, key, value))
-    sums = [torch.zeros_like(_wide(x)) for x in (key, value)]
-    row_sums = (_wide(grad) * _wide(out)).sum(-1, keepdim=True)
+    grad, wide_query, columns, values = map(at_least_float32, (grad, query, key, value))
+    columns, values = columns.unsqueeze(2), values.unsqueeze(2)
+    sums = [torch.zeros_like(x.squeeze(2)) for x in (columns, values)]
+    row_sums = (grad * out).sum(-1, keepdim=True)
     for here, scores in problem.scores():
         given, asked, less, base = (
-            _split(x[:, :, here], 1, (key.shape[1], -1))
-            for x in (_wide(grad), _wide(query), row_sums, lse * _LN2)
+            torch.unflatten(x[:, :, here], 1, (key.shape[1], -1))
+            for x in (grad, wide_query, row_sums, lse * _LN2)
         )
         weights = _weights(scores, base)
-        pulled = weights * (given @ _wide(value).unsqueeze(2).transpose(-1, -2) - less) * scale
-        results[0][:, :, here] = (pulled @ _wide(key).unsqueeze(2)).flatten(1, 2).to(query.dtype)
+        pulled = weights * (given @ values.transpose(-1, -2) - less) * scale
+        results[0][:, :, here] = (pulled @ columns).flatten(1, 2).to(query.dtype)
         sums[0] += (pulled.transpose(-1, -2) @ asked).sum(2)
         sums[1] += (weights.transpose(-1, -2) @ given).sum(2)
     results[1].copy_(sums[0])

@@ -282,7 +282,7 @@ def _same(score: Tensor, *_: Tensor) -> Tensor:
 
 def attach_flex() -> None:
     """Let ``fxrl::masked_attention`` run FlexAttention on GPUs from now on."""
-    attach("cuda", _ON_GPU)
+    attach("cuda", _ON_GPU.forward, _ON_GPU.backward)
 
 
 #: With fxrl's own options alone: the op serves every step of the process.
