@@ -139,7 +139,8 @@ def _regions(capture: Capture) -> Iterator[RegionRecord]:
 
 
 def _built(name: str, callers: list[str], region: CompiledRegion) -> RegionRecord:
-    forward, backward = region.traced.forward, region.traced.backward
+    forward, backward, _ = region.traced.graphs
+    assert forward is not None
     vjp = "" if backward is None else print_graph(backward)
     return RegionRecord(name, callers, print_graph(forward), vjp, region.generated())
 

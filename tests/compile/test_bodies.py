@@ -67,9 +67,11 @@ def test_the_two_halves_are_the_function_and_its_gradient(decompose):
         with torch.no_grad():
             results = traced.forward(*live)
         grads = [torch.arange(o.numel()).view_as(o).to(o.dtype) for o in results[:2]]
-        places = {"input": live, "output": results, "grad": grads}
+        places = {"input": live, "output": results}
         with torch.no_grad():
-            return results, traced.backward(*(places[kind][i] for kind, i in traced.sources))
+            return results, traced.backward(
+                [places[kind][i] for kind, i in traced.backward.read], grads
+            )
 
     results, grads = run(inputs())
     wanted = gradients(lambda live: layer(*live), inputs(), NEEDS)
@@ -79,7 +81,7 @@ def test_the_two_halves_are_the_function_and_its_gradient(decompose):
 def test_weights_are_kept_as_they_are():
     """The backward reads a weight's transpose; the weight itself lives anyway."""
     traced = TracedBody(region_of(layer, inputs(), NEEDS), decompose=True)
-    assert {i for kind, i in traced.sources if kind == "input"} >= {2, 5}
+    assert {i for kind, i in traced.backward.read if kind == "input"} >= {2, 5}
     (output,) = traced.forward.graph.find_nodes(op="output")
     shapes = [tuple(node.meta["val"].shape) for node in output.args[0]]
     assert (8, 64) not in shapes
@@ -307,7 +309,7 @@ def test_a_cast_to_a_wider_dtype_and_back_is_nothing():
     ]
     region = region_of(adapted, examples, (True, False, True, True))
     traced = TracedBody(region, decompose=True)
-    wide = [n for half in (traced.forward, traced.backward) for n in half.graph.nodes]
+    wide = [n for half in traced.graphs[:2] for n in half.graph.nodes]
     sizes = [
         n.meta["val"].numel()
         for n in wide

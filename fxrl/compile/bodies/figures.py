@@ -48,9 +48,7 @@ class BodyProfile:
         seen: Mapping[str, float] | None = None,
     ) -> None:
         self._built, traced = built, built.traced
-        self._forward = _Half(traced.forward, seen)
-        self._backward = None if traced.backward is None else _Half(traced.backward, seen)
-        self._again = None if traced.again is None else _Half(traced.again, seen)
+        self._halves = [None if gm is None else _Half(gm, seen) for gm in traced.graphs]
         self._saved = self._memory_saved()
         self._inside = {inner.key: of(inner) for inner in built.inside.values()}
         self._known: dict[Any, Figures] = {}
@@ -154,11 +152,11 @@ class BodyProfile:
         """The inputs and outputs of the region that the backward reads, each with its kind and its
         place. Views need no memory of their own, and neither does a copy on a GPU that is laid out
         as its source."""
-        gm, sources = self._forward.gm, self._built.traced.sources
-        results: Any = gm.graph.output_node().args[0]
-        places = {"input": inputs_of(gm.graph), "output": results}
-        named = [(result(places[kind][i]), (kind, i)) for kind, i in sources if kind in places]
-        return dict(reversed(named))
+        traced = self._built.traced
+        results: Any = traced.forward.graph.output_node().args[0]
+        places = {"input": inputs_of(traced.forward.graph), "output": results}
+        read = traced.backward.read if traced.backward else ()
+        return {result(places[kind][i]): (kind, i) for kind, i in reversed(read)}
 
     def _at(self, sizes: dict[str, int], target: Target) -> Figures:
         key = (target, *sizes.items())
@@ -174,8 +172,7 @@ class BodyProfile:
             return self._called(call, measure, target)
 
         forward, backward, again = (
-            (0, 0.0) if half is None else half.at(measure, target, inner)
-            for half in (self._forward, self._backward, self._again)
+            (0, 0.0) if half is None else half.at(measure, target, inner) for half in self._halves
         )
         incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
         saved = [(source, nbytes(node, measure)) for node, source in self._saved.items()]
@@ -211,7 +208,7 @@ class _Half:
     """One graph as kernels."""
 
     def __init__(self, gm: fx.GraphModule, seen: Mapping[str, float] | None) -> None:
-        self.gm, self._seen = gm, seen
+        self._seen = seen
         self._kernels: list[Kernel] = kernels(gm)
         self._memory = MemoryProfile(gm, self._kernels)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.region import Cut
 from fxrl.ir.sizes import SizeTable
-from fxrl.ops.region.kernels import Source, lookup
+from fxrl.ops.region.kernels import Later, Source, lookup
 
 #: How the partitioner is told what to do with a value: the policy, and one number for all.
 _TOLD = ("recompute", "ac_graph_id")
@@ -61,19 +60,9 @@ _WEIGHED: dict[Cut, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Halves:
-    """The two graphs, and where the backward's arguments are from: ``ops.region.kernels.Body``."""
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    sources: tuple[Source, ...]
-    sizes: tuple[Size, ...]
-
-
 def partition(
     joint: fx.GraphModule, num_outputs: int, alive: Sequence[int], *, cut: Cut = "products"
-) -> Halves:
+) -> tuple[fx.GraphModule, Later]:
     """Split a joint graph, whose placeholders are named ``primals`` and ``tangents``, into a
     forward with ``num_outputs`` outputs and a backward. The inputs ``alive`` live until the
     backward anyway. It computes nothing twice (``share_repeats``)."""
@@ -96,14 +85,14 @@ def partition(
     return _Settling(forward, late, num_outputs, sum_again=cut == "attention").settle()
 
 
-def outputs_again(forward: fx.GraphModule, num_outputs: int) -> Halves:
-    """A forward, and as its backward the graph of its outputs of what it keeps."""
+def outputs_again(forward: fx.GraphModule, num_outputs: int) -> Later:
+    """The graph of a forward's outputs of what it keeps."""
     results: Any = forward.graph.output_node().args[0]
     sizes = {n for n in forward.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}
     given = sizes.union(results[num_outputs:])
     nodes = _needed(results[:num_outputs], set(forward.graph.nodes), given)
     again = _graph_of(forward, nodes, results[:num_outputs], given)
-    return _Settling(forward, again, len(results)).settle()
+    return _Settling(forward, again, len(results)).settle()[1]
 
 
 def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
@@ -222,7 +211,7 @@ class _Settling:
         self._again: dict[str, fx.Node] = {}
         self._sums: dict[fx.Node, fx.Node] = {}
 
-    def settle(self) -> Halves:
+    def settle(self) -> tuple[fx.GraphModule, Later]:
         """Return only what is the forward's own memory; the rest is an input, or a look at one, or
         with ``sum_again`` a sum over groups of heads that keep what it is made of."""
         self._recompute_views()
@@ -248,7 +237,7 @@ class _Settling:
             half.graph.eliminate_dead_code()
             half.graph.lint()
             half.recompile()
-        return Halves(self.forward, self.backward, tuple(sources), tuple(sizes))
+        return self.forward, Later(self.backward, tuple(sources), tuple(sizes))
 
     def _recompute_views(self) -> None:
         """Instead of views (a weight's transpose, attention's output as rows, queries, keys and

@@ -38,7 +38,7 @@ from fxrl.compile._torch import (
     without_saved_tensors_hooks,
 )
 from fxrl.compile.bodies.attention import fastest
-from fxrl.compile.bodies.partition import Halves, outputs_again, partition
+from fxrl.compile.bodies.partition import outputs_again, partition
 from fxrl.compile.bodies.trace_cache import cached_trace
 from fxrl.ir.bodies import clone
 from fxrl.ir.graph import Size, equal_shapes, hint, share_repeats, tensor_val, writes
@@ -48,6 +48,7 @@ from fxrl.ir.region import InputSpec, Region
 from fxrl.ir.site import name_sites
 from fxrl.ir.sizes import BoundSizes, measure_by
 from fxrl.ops.fp8 import adds_adapters
+from fxrl.ops.region.kernels import Later
 from fxrl.passes import ADDING_PIPELINE, HALF_PIPELINE, JOINT_PIPELINE
 
 #: The row count that tracing sees; any value of two or more gives the same graph.
@@ -62,9 +63,7 @@ class TracedBody:
         decomposed: they are of Inductor's own ops.
         bound: the sizes that vary.
         forward, backward: the halves; ``backward`` is None without a gradient.
-        sources: where each argument of ``backward`` is from; see ``ops.region.kernels.Body``.
-        sizes: the sizes that ``backward`` takes, in this body's symbols.
-        again, again_sources, again_sizes: the outputs of what groups keep; None if they keep none.
+        again: the outputs of what groups keep; None if they keep none.
         num_outputs: outputs of the region itself.
         grad_outputs: which outputs have an incoming gradient.
         input_examples, grad_examples: what was traced with.
@@ -101,12 +100,8 @@ class TracedBody:
         self.num_outputs = len(outputs)
         self.grad_outputs: tuple[int, ...] = ()  # that autograd sees
         self.grad_examples: list[Tensor] = []
-        self.backward: fx.GraphModule | None = None
-        self.sources: tuple[tuple[str, int], ...] = ()
-        self.sizes: tuple[Size, ...] = ()
-        self.again: fx.GraphModule | None = None
-        self.again_sources: tuple[tuple[str, int], ...] = ()
-        self.again_sizes: tuple[Size, ...] = ()
+        self.backward: Later | None = None
+        self.again: Later | None = None
         self._joint: fx.GraphModule | None = None
         if any(spec.needs_grad for spec in region.inputs):
             self.grad_outputs = tuple(
@@ -135,17 +130,18 @@ class TracedBody:
         alive = [i for i, spec in enumerate(self.region.inputs) if spec.alive]
         joint = clone(joint)  # the partitioner changes it
         with self.mode:
-            halves: Halves = partition(joint, self.num_outputs, alive, cut=self.region.cut)
-        self.forward, self.backward = halves.forward, halves.backward
-        self.sources, self.sizes = halves.sources, halves.sizes
-        self.again = None
-        if self.num_kept and self.region.groups > 1:
-            summed = outputs_again(self.forward, self.num_outputs)
-            self.again, self.again_sources = summed.backward, summed.sources
-            self.again_sizes = summed.sizes
-        for graph in (self.forward, self.backward, self.again):
-            if graph is not None:
-                self._pass(HALF_PIPELINE, graph)
+            split = partition(joint, self.num_outputs, alive, cut=self.region.cut)
+        self.forward, self.backward = split
+        by_groups = self.num_kept and self.region.groups > 1
+        self.again = outputs_again(self.forward, self.num_outputs) if by_groups else None
+        for graph in filter(None, self.graphs):
+            self._pass(HALF_PIPELINE, graph)
+
+    @property
+    def graphs(self) -> list[fx.GraphModule | None]:
+        """``forward``, ``backward`` and ``again`` as graphs."""
+        later = (half and half.function for half in (self.backward, self.again))
+        return [self.forward, *cast(Iterator[fx.GraphModule | None], later)]
 
     @property
     def num_kept(self) -> int:

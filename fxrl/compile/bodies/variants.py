@@ -35,10 +35,8 @@ from fxrl.ops.region.kernels import (
     Body,
     Later,
     RegionKernels,
-    Source,
     Strides,
     TensorFunction,
-    read_of,
     register,
     registered,
 )
@@ -54,29 +52,26 @@ class ManyVariantsWarning(UserWarning):
 
 @dataclass(slots=True)
 class _Variant:
-    """The two halves as graphs, and what runs for them once they are compiled."""
+    """The halves as graphs, and what runs for each once it is compiled."""
 
     traced: TracedBody
     options: InductorOptions | None
-    forward: TensorFunction | None = None
-    backward: TensorFunction | None = None
-    again: TensorFunction | None = None
     _begun: list[Callable[[], TensorFunction] | None] | None = None
+    _made: list[TensorFunction | None] | None = None
 
     def begin(self) -> None:
         """Lower the halves, and let their kernels be compiled meanwhile; once."""
         if self._begun is None:
-            halves = (self.traced.forward, self.traced.backward, self.traced.again)
-            self._begun = [half and self._begin(half) for half in halves]
+            self._begun = [graph and self._begin(graph) for graph in self.traced.graphs]
 
-    def compile(self) -> None:
-        """Make what runs; nothing where it is made."""
-        if self.forward is None:
+    def compile(self) -> list[TensorFunction | None]:
+        """Make what runs, as ``TracedBody.graphs``; once."""
+        if self._made is None:
             self.begin()
             assert self._begun is not None
-            made = [finish and finish() for finish in self._begun]
-            self.forward, self.backward, self.again = made
+            self._made = [finish and finish() for finish in self._begun]
             self._begun = []
+        return self._made
 
     def _begin(self, half: fx.GraphModule) -> Callable[[], TensorFunction]:
         if self.options is None:
@@ -86,25 +81,24 @@ class _Variant:
 
     def at(self, sizes: dict[str, int]) -> Body:
         """The compiled body for these values of the named sizes."""
-        self.compile()
-        traced = self.traced
+        traced, (forward, backward, again) = self.traced, self.compile()
         measure = traced.measure(sizes)
-        assert self.forward is not None
+        assert forward is not None
 
         def strides(examples: Sequence[Tensor]) -> tuple[Strides, ...]:
             return tuple(tuple(map(measure, x.stride())) for x in examples)
 
-        def later(
-            run: TensorFunction | None, sources: Sequence[Source], sizes: Sequence[Size]
-        ) -> Later | None:
-            return run and Later(run, tuple(sources), tuple(map(measure, sizes)))
+        def later(half: Later | None, run: TensorFunction | None) -> Later | None:
+            if half is None or run is None:
+                return None
+            return Later(run, half.sources, tuple(map(measure, half.sizes)))
 
         return Body(
-            self.forward,
-            later(self.backward, traced.sources, traced.sizes),
+            forward,
+            later(traced.backward, backward),
             traced.num_outputs,
             traced.num_kept,
-            later(self.again, traced.again_sources, traced.again_sizes),
+            later(traced.again, again),
             strides(traced.input_examples),
             strides(traced.grad_examples),
         )
@@ -141,7 +135,7 @@ class CompiledRegion(RegionKernels):
             self.variants = [_Variant(like.traced.with_cut(region), options)]
         first = self.variants[0].traced
         self.grad_outputs, self.num_outputs = first.grad_outputs, first.num_outputs
-        self.again = None if first.again is None else tuple(read_of(first.again_sources))
+        self.again = first.again.read if first.again else None
         self._bound = first.bound
         self._bodies: dict[tuple[int, ...], Body] = {}
 
@@ -176,9 +170,7 @@ class CompiledRegion(RegionKernels):
     def body(self, sizes: Sequence[Size]) -> Body:
         if any(isinstance(size, torch.SymInt) for size in sizes):  # nothing runs
             traced = self.traced
-            half = traced.backward
-            backward = None if half is None else Later(half, traced.sources)
-            return Body(traced.forward, backward, traced.num_outputs, traced.num_kept)
+            return Body(traced.forward, traced.backward, traced.num_outputs, traced.num_kept)
         key = tuple(map(int, sizes))
         if key not in self._bodies:
             named = dict(zip(self._bound.names, key, strict=True))
@@ -225,12 +217,9 @@ class CompiledRegion(RegionKernels):
             return files
         for number, variant in enumerate(self.variants):
             suffix = f"_{number}" if number else ""
-            variant.compile()
-            files[f"forward{suffix}.py"] = generated_source(variant.forward)
-            if variant.backward is not None:
-                files[f"vjp{suffix}.py"] = generated_source(variant.backward)
-            if variant.again is not None:
-                files[f"again{suffix}.py"] = generated_source(variant.again)
+            for half, run in zip(("forward", "vjp", "again"), variant.compile(), strict=True):
+                if run is not None:
+                    files[f"{half}{suffix}.py"] = generated_source(run)
         return files
 
     def _find(self, sizes: dict[str, int]) -> _Variant:

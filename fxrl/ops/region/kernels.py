@@ -22,25 +22,20 @@ Strides = tuple[int, ...]
 Source = tuple[str, int]
 
 
-def read_of(sources: Sequence[Source]) -> list[Source]:
-    """Those of a later part's sources that are inputs and outputs of the forward."""
-    return [source for source in sources if source[0] in ("input", "output")]
-
-
 @dataclass(frozen=True, slots=True)
 class Later:
-    """What runs behind a region's forward."""
+    """What runs behind a region's forward: as traced, with sizes that are symbols, or compiled."""
 
     function: TensorFunction
     # Where each argument is from: ``("input", i)``, ``("output", i)`` (kept values count on),
     # ``("grad", i)`` or ``("size", i)``.
     sources: tuple[Source, ...]
-    sizes: tuple[int, ...] = ()  # the integers among the arguments
+    sizes: tuple[Size, ...]  # the integers among the arguments
 
     @property
-    def read(self) -> list[Source]:
+    def read(self) -> tuple[Source, ...]:
         """The sources that are inputs and outputs of the forward."""
-        return read_of(self.sources)
+        return tuple(source for source in self.sources if source[0] in ("input", "output"))
 
     def __call__(self, kept: Sequence[Tensor], grads: Sequence[Tensor] = ()) -> Sequence[Tensor]:
         """Run with the values that ``read`` names, in order."""
