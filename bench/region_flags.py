@@ -116,7 +116,7 @@ def _measure(
     with fresh_cache():
         start = time.perf_counter()
         kernels = build_region(region, inductor)
-        halves = kernels.body(kernels.sizes_of(body.inputs))
+        halves = kernels.body(kernels.bound.read(body.inputs))
         run_forward = lambda: halves.forward(*body.inputs)  # noqa: E731
         run_vjp = lambda: halves.backward(*body.inputs, *grads)  # noqa: E731
         outputs = [out.clone() for out in (*run_forward(), *run_vjp())]

@@ -58,13 +58,13 @@ class BodyProfile:
     ) -> Figures:
         """Figures for the region's inputs, whose sizes ``measure`` knows; ``tile``: rows of each
         tile, of a tiled region."""
-        return self.of(self._built.sizes_of(inputs), measure, target, tile)
+        return self.of(self._built.bound.read(inputs), measure, target, tile)
 
     def of(
         self, sizes_of: Sequence[Size], measure: Measure, target: Target, tile: int = 0
     ) -> Figures:
-        """As ``at``, for what ``RegionKernels.sizes_of`` says of the inputs."""
-        names = self._built.traced.bound.names
+        """As ``at``, for what ``RegionKernels.bound`` reads of the inputs."""
+        names = self._built.bound.names
         sizes = dict(zip(names, map(measure, sizes_of), strict=True))
         if self._built.region.groups > 1:
             return self._by_groups(sizes, target)

@@ -283,7 +283,7 @@ class _Settling:
             of_kind: dict[str, dict[Any, fx.Node]] = {"input": dict(enumerate(inputs))}
             of_kind["output"] = {n.args[1]: n for n in call.users}
             kept = [made(of_kind[kind][i]) for kind, i in kernels.again]
-            sizes = kernels.sizes_of([val_of(value) for value in inputs])
+            sizes = kernels.bound.read([val_of(value) for value in inputs])
             given = (kept, [self._given_size(size) for size in sizes], kernels.key)
             self._sums[call] = graph.call_function(torch.ops.fxrl.region_again.default, given)
             self._sums[call].meta["val"] = call.meta["val"][: kernels.num_outputs]

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +26,7 @@ from fxrl.compile.bodies.inductor import (
 )
 from fxrl.compile.bodies.trace import TracedBody
 from fxrl.ir.bodies import clone
-from fxrl.ir.graph import Size, relax_views, val_of
+from fxrl.ir.graph import Size, relax_views
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, regions_of
 from fxrl.ops.region.groups import group_part, side_by_side
@@ -136,7 +135,7 @@ class CompiledRegion(RegionKernels):
         first = self.variants[0].traced
         self.grad_outputs, self.num_outputs = first.grad_outputs, first.num_outputs
         self.again = first.again.read if first.again else None
-        self._bound = first.bound
+        self.bound = first.bound
         self._bodies: dict[tuple[int, ...], Body] = {}
 
     @property
@@ -164,16 +163,13 @@ class CompiledRegion(RegionKernels):
             inner.compile()
         self.variants[0].compile()
 
-    def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
-        return self._bound.read(inputs)
-
     def body(self, sizes: Sequence[Size]) -> Body:
         if any(isinstance(size, torch.SymInt) for size in sizes):  # nothing runs
             traced = self.traced
             return Body(traced.forward, traced.backward, traced.num_outputs, traced.num_kept)
         key = tuple(map(int, sizes))
         if key not in self._bodies:
-            named = dict(zip(self._bound.names, key, strict=True))
+            named = dict(zip(self.bound.names, key, strict=True))
             self._bodies[key] = self._find(named).at(named)
         return self._bodies[key]
 
@@ -188,27 +184,6 @@ class CompiledRegion(RegionKernels):
             kept = outputs[self.num_outputs :]
             outputs[self.num_outputs :] = [side_by_side(x, groups) for x in kept]
         return [*outputs, *new_vectors(self, inputs)]
-
-    def fake_again(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
-        named = dict(zip(self._bound.names, sizes, strict=True))
-        (outputs,) = self.region.forward.graph.output_node().args
-        made = []
-        for val in map(val_of, cast(tuple[fx.Node, ...], outputs)):
-            shape = [self._bound.size(size, named) for size in val.shape]
-            made.append(torch.empty(shape, dtype=val.dtype, device=device))
-        return made
-
-    def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
-        named = dict(zip(self._bound.names, sizes, strict=True))
-        wanted = [spec for spec in self.region.inputs if spec.needs_grad]
-        grads = []
-        for spec in wanted:
-            first = [named["rows"]] if spec.tiled else []
-            rest = [self._bound.size(size, named) for size in spec.example.shape[len(first) :]]
-            if spec.split is not None:
-                rest[spec.split] *= self.region.groups
-            grads.append(torch.empty([*first, *rest], dtype=spec.example.dtype, device=device))
-        return grads
 
     def generated(self) -> dict[str, str]:
         """File name -> source that Inductor generated, over all variants."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from fxrl.ir.graph import Size
+from fxrl.ir.graph import Size, val_of
 from fxrl.ir.region import Region
+from fxrl.ir.sizes import BoundSizes
 
 TensorFunction = Callable[..., Sequence[Tensor]]
 Strides = tuple[int, ...]
@@ -83,6 +85,7 @@ class RegionKernels(ABC):
 
     key: str  # what the op knows it by
     region: Region  # the region itself
+    bound: BoundSizes  # its sizes that vary
     num_outputs: int  # outputs of the region itself
     grad_outputs: tuple[int, ...]  # which outputs take an incoming gradient
     # The inputs and outputs that ``fxrl::region_again`` takes; None where groups keep nothing.
@@ -93,10 +96,6 @@ class RegionKernels(ABC):
     def makes_vectors(self) -> bool:
         """Whether the forward makes the gradients; see ``new_vectors``."""
         return self.region.cut == "vectors" and bool(self.grad_outputs)
-
-    @abstractmethod
-    def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[Size, ...]:
-        """What the region's sizes that vary are in these inputs."""
 
     @abstractmethod
     def body(self, sizes: Sequence[Size]) -> Body:
@@ -110,13 +109,27 @@ class RegionKernels(ABC):
     def fake_outputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Outputs and kept values on fake tensors."""
 
-    @abstractmethod
     def fake_again(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
         """Outputs of ``fxrl::region_again``, on fake tensors."""
+        named = dict(zip(self.bound.names, sizes, strict=True))
+        outputs: Any = self.region.forward.graph.output_node().args[0]
+        made = []
+        for val in map(val_of, outputs):
+            shape = [self.bound.size(size, named) for size in val.shape]
+            made.append(torch.empty(shape, dtype=val.dtype, device=device))
+        return made
 
-    @abstractmethod
     def fake_grads(self, sizes: Sequence[Size], device: torch.device) -> list[Tensor]:
         """Gradients of the inputs that need one, on fake tensors."""
+        named = dict(zip(self.bound.names, sizes, strict=True))
+        grads = []
+        for spec in (spec for spec in self.region.inputs if spec.needs_grad):
+            first = [named["rows"]] if spec.tiled else []
+            rest = [self.bound.size(size, named) for size in spec.example.shape[len(first) :]]
+            if spec.split is not None:
+                rest[spec.split] *= self.region.groups
+            grads.append(torch.empty([*first, *rest], dtype=spec.example.dtype, device=device))
+        return grads
 
 
 _LIVE: WeakValueDictionary[str, RegionKernels] = WeakValueDictionary()

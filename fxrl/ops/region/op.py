@@ -50,7 +50,7 @@ def region(
     with torch.autocast(inputs[0].device.type, enabled=False):
         if kernels.region.tiled:
             return forward_by_tiles(kernels, inputs, int(tile))
-        body = kernels.body(kernels.sizes_of(inputs))
+        body = kernels.body(kernels.bound.read(inputs))
         if kernels.region.groups > 1:
             return forward_by_groups(kernels.region, body, inputs)
         given = [as_traced(x, strides) for x, strides in zip(inputs, body.inputs, strict=True)]
@@ -123,7 +123,7 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     if not any(spec.needs_grad for spec in kernels.region.inputs):
         ctx.mark_non_differentiable(*output)  # though inputs may want one that nothing gives
         return
-    ctx.sizes = kernels.sizes_of(tensors)
+    ctx.sizes = kernels.bound.read(tensors)
     count, asked = len(output), {("output" if i < 0 else "input", i) for i in host}
     if kernels.makes_vectors:
         count -= kernels.region.num_grads

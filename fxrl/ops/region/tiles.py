@@ -67,7 +67,7 @@ def _forward_of_tile(
     kernels: RegionKernels, inputs: list[Tensor], start: int, stop: int
 ) -> list[Tensor]:
     parts, padding = _tile_inputs(kernels, inputs, start, stop)
-    body = kernels.body(kernels.sizes_of(parts))
+    body = kernels.body(kernels.bound.read(parts))
     outputs = list(body.forward(*parts))
     if kernels.makes_vectors:
         outputs = _with_vectors(kernels, body, parts, outputs)
@@ -141,7 +141,7 @@ def _backward_of_tile(
     kernels: RegionKernels, inputs: list[Tensor], grads: list[Tensor], start: int, stop: int
 ) -> list[Tensor]:
     parts, padding = _tile_inputs(kernels, inputs, start, stop)
-    backward = backward_of(kernels.body(kernels.sizes_of(parts)), kernels.key)
+    backward = backward_of(kernels.body(kernels.bound.read(parts)), kernels.key)
     given = [_pad(grad[start:stop], padding) for grad in grads]
     return list(backward([parts[i] for _, i in backward.read], given))
 
