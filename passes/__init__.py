@@ -10,7 +10,7 @@ from typing import Any
 
 from fxrl.config import Config
 from fxrl.errors import ConfigError, nearest
-from fxrl.ir.graph_pass import Pass
+from fxrl.ir.graph_pass import Normalisation, Pass
 from fxrl.ir.pipeline import Pipeline
 from fxrl.passes.add_adapter_products import AddAdapterProducts
 from fxrl.passes.chunk_vocab_region import ChunkVocabRegion
@@ -108,6 +108,6 @@ def pipeline(config: Config) -> Pipeline:
         needed = [other for name in config.passes for other in REGISTRY[name].requires]
         config = replace(config, passes=(*config.passes, *needed))
     named = REGISTRY if config.passes is None else config.passes
-    chosen = [one for name, one in REGISTRY.items() if name in named or one.respells()]
-    made = {one.name: one.of(config).told(told.get(one.name, {})) for one in REGISTRY.values()}
-    return Pipeline(tuple(made[one.name] for one in sorted(chosen, key=lambda one: one.stage)))
+    made = [one.of(config).told(told.get(one.name, {})) for one in REGISTRY.values()]
+    chosen = [one for one in made if one.name in named or isinstance(one, Normalisation)]
+    return Pipeline(tuple(sorted(chosen, key=lambda one: one.stage)))

@@ -148,11 +148,6 @@ class Pass(ABC, Generic[S]):
         so that ``verify`` compares with code that rounds them too."""
         return []
 
-    @classmethod
-    def respells(cls) -> bool:
-        """Whether it only gives another spelling: it runs always, and takes no site of a plan."""
-        return cls.stage in (Stage.NORMALISE, Stage.CLEAN)
-
     @abstractmethod
     def match(self, gm: fx.GraphModule) -> Iterator[S | Miss]:
         """Every place of the idiom, legal or not."""
@@ -234,16 +229,12 @@ def _as_option(where: str, hint: Any, value: Any) -> Any:
 
 
 class Normalisation(Pass[S]):
-    """A pass that gives one spelling to what PyTorch spells in several ways."""
+    """A pass that gives one spelling to what PyTorch spells in several ways: it runs always, and
+    takes no site of a plan."""
 
     stage: ClassVar[Stage] = Stage.NORMALISE
     applied: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
     missed: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
-
-    @classmethod
-    def respells(cls) -> bool:
-        """Whatever its stage."""
-        return True
 
 
 def tidy(gm: fx.GraphModule) -> None:

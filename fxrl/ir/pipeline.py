@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxrl.errors import first_line
-from fxrl.ir.graph_pass import Miss, Pass, Site, Stage
+from fxrl.ir.graph_pass import Miss, Normalisation, Pass, Site, Stage
 from fxrl.ir.plan import Choice, Plan
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.ir.verifier import GraphCheck
@@ -115,7 +115,7 @@ class _Run:
             self.check.after(one.name, self.gm)
         report = Report(tuple(ran.remarks))
         self.remarks += report.remarks
-        if not one.respells():
+        if not isinstance(one, Normalisation):
             self.choices |= ran.choices
         self.rewrites += [(one.name, site) for site in ran.rewrites]
         self.told(one.name, report)

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxrl
-from fxrl.ir.graph_pass import Applied, Pass, Site, Stage
-from fxrl.ir.remark import RemarkKind
+from fxrl.ir.graph_pass import Applied, Normalisation, Pass, Site
 from fxrl.passes import REGISTRY
 from tests.capture.mixer import fixed
 from tests.inspect.planted import plant_wrong_lowering
@@ -93,12 +92,10 @@ def test_a_planted_wrong_rewrite_is_caught_and_blamed(setup, monkeypatch):
         report.raise_if_failed()
 
 
-class WrongRespelling(WrongTanh):
+class WrongRespelling(WrongTanh, Normalisation[TanhSite]):
     """The same mistake by a pass that only respells: no report says that it won anything."""
 
     name: ClassVar[str] = "wrong-respelling"
-    stage: ClassVar[Stage] = Stage.NORMALISE
-    applied: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
 
 
 @pytest.mark.parametrize(
