@@ -208,8 +208,7 @@ class ByPlan:
             why = in_one_line(str(error))
             raise torch.OutOfMemoryError(f"{told}; no other plan could be made: {why}") from error
         if planned.plan.choices == failed.plan.choices:
-            planner = capture.planner
-            why = planner.too_large(planner.step(capture.found, failed.plan, batch))
+            why = capture.planner.step(capture.found, failed.plan, batch).too_large()
             raise torch.OutOfMemoryError(f"{told}; {why}")
         self._known[batch] = planned
         return planned

@@ -8,7 +8,7 @@ each cut, not compiled: what a layer needs and how long it takes is read off its
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from math import prod
@@ -102,24 +102,14 @@ class Planner:
         """The plan with a choice for every layer, and the predictions for the step; ``batch`` if it
         is not the one of the capture. Raises ``PlanError`` if nothing fits the budget that the user
         gave."""
-        return self.planned(self.step(gm, plan, batch))
-
-    def planned(self, step: StepChain) -> Plan:
-        """The plan for a step as a chain; see ``__call__``."""
-        best = step.fastest(self.budget)
-        if best is None:
-            if self.budget.given:
-                raise PlanError(self.too_large(step))
-            best, _ = step.smallest(self.budget.host_bytes)
-        longest = step.longest(self.budget) if self.with_context else None
-        return replace(_foretold(step, best), max_context=longest)
+        return self.step(gm, plan, batch).planned()
 
     def foretold(self, gm: fx.GraphModule, plan: Plan, batch: Batch) -> Plan | None:
         """A plan that was made, with what is predicted of it for another batch; None where it does
         not fit the budget."""
         step = self.step(gm, plan, batch)
         options = step.given()
-        found = _foretold(step, options)
+        found = step.foretold(options)
         assert found.peak_gpu_bytes is not None
         if found.peak_gpu_bytes > self.budget.gpu_bytes:
             return None
@@ -130,22 +120,7 @@ class Planner:
         batch = batch or Batch()
         values = {symbol: sympy.Integer(size) for symbol, size in batch.sizes}
         held = frozenset(_trained(gm)) if self.accumulated else batch.held
-        shards = self.budget.state_shards
-        given = self.profiles, self.target, values, held, shards, self.passes
-        return StepChain(gm, plan, *given)
-
-    def too_large(self, step: StepChain) -> str:
-        """Why no plan fits: what is largest, and what would fit."""
-        best, needed = step.smallest(self.budget.host_bytes)
-        top = max(moments(step.chain_of(best), best), key=lambda moment: moment.bytes)
-        largest = max(top.parts, key=lambda part: top.parts[part])
-        longest = step.longest(self.budget)
-        cure = f"{longest} tokens would fit" if longest else "no length fits"
-        return (
-            f"no plan fits gpu_memory: this batch needs {format_bytes(needed)} at least, "
-            f"and {format_bytes(self.budget.gpu_bytes)} may be used; most of it, in {top.where}, "
-            f"is {largest}: {format_bytes(top.parts[largest])}; {cure}"
-        )
+        return StepChain(gm, plan, self, values, held)
 
 
 @dataclass(frozen=True)
@@ -154,13 +129,10 @@ class StepChain:
 
     gm: fx.GraphModule
     plan: Plan
-    profiles: Profiles
-    target: Target
+    planner: Planner
     # Symbols of the outer graph that have another size than in the batch.
-    values: Mapping[Any, int] = field(default_factory=dict)
-    held: frozenset[int] = frozenset()  # see ``Batch``
-    state_shards: int = 1  # ranks that share out the optimizer's states
-    passes: frozenset[str] = frozenset(UNDONE)  # see ``Planner``
+    values: Mapping[Any, int]
+    held: frozenset[int]  # see ``Batch``
 
     @cached_property
     def layers(self) -> list[OutlinedLayer]:
@@ -202,9 +174,50 @@ class StepChain:
         return [one for pair in pairs for one in pair if one is not None]
 
     # -- solving
-    def fastest(self, budget: Budget) -> tuple[Option, ...] | None:
+    def planned(self) -> Plan:
+        """See ``Planner``."""
+        best = self.fastest()
+        if best is None:
+            if self.planner.budget.given:
+                raise PlanError(self.too_large())
+            best, _ = self.smallest()
+        longest = self.longest() if self.planner.with_context else None
+        return replace(self.foretold(best), max_context=longest)
+
+    def foretold(self, options: Sequence[Option]) -> Plan:
+        """The plan with these options, and what is predicted of it."""
+        chain = self.chain_of(options)
+        pairs = zip(self.places, options, strict=True)
+        chosen: dict[str, Choice] = {
+            place.layer: option.choice
+            for place, option in pairs
+            if isinstance(place, Stretch) and option.choice is not None
+        }
+        return replace(
+            self.plan,
+            choices={**self.plan.choices, **chosen},
+            peak_gpu_bytes=peak_bytes(chain, options),
+            peak_host_bytes=host_bytes(options),
+            step_seconds=round(step_seconds(chain, options), 4),
+            timeline=tuple(moments(chain, options)),
+        )
+
+    def too_large(self) -> str:
+        """Why no plan fits: what is largest, and what would fit."""
+        best, needed = self.smallest()
+        top = max(moments(self.chain_of(best), best), key=lambda moment: moment.bytes)
+        largest = max(top.parts, key=lambda part: top.parts[part])
+        longest = self.longest()
+        cure = f"{longest} tokens would fit" if longest else "no length fits"
+        return (
+            f"no plan fits gpu_memory: this batch needs {format_bytes(needed)} at least, "
+            f"and {format_bytes(self.planner.budget.gpu_bytes)} may be used; most of it, in "
+            f"{top.where}, is {largest}: {format_bytes(top.parts[largest])}; {cure}"
+        )
+
+    def fastest(self) -> tuple[Option, ...] | None:
         """The fastest options that fit: products kept everywhere, where these do."""
-        gpu, host = budget.gpu_bytes, budget.host_bytes
+        gpu, host = self.planner.budget.gpu_bytes, self.planner.budget.host_bytes
         chain, plain = self.plain()
         if host_bytes(plain) <= host and (kept := paced(chain, plain, gpu)) is not None:
             return kept
@@ -215,20 +228,20 @@ class StepChain:
         first = [self._options(place, CUTS[:1], TILES[:1]) for place in self.places]
         return self.chain(first), tuple(option for (option,) in first)
 
-    def smallest(self, host: int) -> tuple[tuple[Option, ...], int]:
+    def smallest(self) -> tuple[tuple[Option, ...], int]:
         """The options with the least peak, and the budget that they need."""
-        return least_peak(self.chain(), host)
+        return least_peak(self.chain(), self.planner.budget.host_bytes)
 
     # -- other sizes
-    def longest(self, budget: Budget) -> int | None:
+    def longest(self) -> int | None:
         """Tokens of the longest context that some plan fits, to a percent; None where sizes do not
         vary, or nothing fits."""
-        return self._most(-1, lambda tokens: self.at(tokens=tokens), budget)
+        return self._most(-1, lambda tokens: self.at(tokens=tokens))
 
-    def most_rows(self, budget: Budget) -> int | None:
+    def most_rows(self) -> int | None:
         """The largest number of sequences that some plan fits, to a percent; None as for
         ``longest``."""
-        return self._most(0, lambda rows: self.at(rows=rows), budget)
+        return self._most(0, lambda rows: self.at(rows=rows))
 
     def at(self, *, rows: int | None = None, tokens: int | None = None) -> StepChain:
         """The same step for another number of rows or tokens of the batch (None keeps it). Every
@@ -249,16 +262,17 @@ class StepChain:
         symbol = self._symbol(dim)
         return None if symbol is None else self.measure(symbol)
 
-    def _most(self, dim: int, at: Callable[[int], StepChain], budget: Budget) -> int | None:
+    def _most(self, dim: int, at: Callable[[int], StepChain]) -> int | None:
         if (now := self.size(dim)) is None:
             return None
+        budget = self.planner.budget
 
         def needed(size: int) -> int:
             step = at(size)
             asked = least_host_bytes(step.chain())  # of choices that are given
             if asked > budget.host_bytes:  # as far above the budget as the host's is above its own
                 return budget.gpu_bytes * (asked + 1) // (budget.host_bytes + 1) + 1
-            return step.smallest(budget.host_bytes)[1]
+            return step.smallest()[1]
 
         return largest(needed, budget.gpu_bytes, now) or None
 
@@ -286,11 +300,11 @@ class StepChain:
             outside.base_bytes,
             outside.head_bytes,
             outside.seconds,
-            self.target.link,
+            self.planner.target.link,
             self._gradients,
             outside.held_bytes,
             self._numbers,
-            self.target.start,
+            self.planner.target.start,
         )
 
     @cached_property
@@ -317,7 +331,8 @@ class StepChain:
     @cached_property
     def outside(self) -> Outside:
         """What is no layer."""
-        given = self.profiles, self.target, self.measure, self.holding, self.state_shards
+        planner, shards = self.planner, self.planner.budget.state_shards
+        given = planner.profiles, planner.target, self.measure, self.holding, shards
         return Outside(self.gm, self.runs, *given)
 
     @cached_property
@@ -337,7 +352,7 @@ class StepChain:
         given = self.plan.choices.get(place.layer)
         run = self._alike[place]
         off = {name for name, site in self.plan.switched_off if site == place.layer}
-        off |= UNDONE.keys() - self.passes
+        off |= UNDONE.keys() - self.planner.passes
         if isinstance(given, CutLayer):
             given = without(off, replace(given, sending=None, fetching=None))  # the planner's
         if (key := (run, str(given), len(cuts), *sorted(off))) not in self._known:
@@ -358,18 +373,18 @@ class StepChain:
         regions = as_chosen([call.meta["region"] for call in run.calls], choice)
         if regions is None:
             return None
-        host = 0
+        planner, host = self.planner, 0
         costs: dict[fx.Node, CallCost] = {}
         bodies: list[Figures] = []
         for call, region in zip(run.calls, regions, strict=True):
             inputs: Any = call.args[0]
             values = [node.meta["val"] for node in inputs]
-            found = self.profiles(region).at(values, self.measure, self.target)
+            found = planner.profiles(region).at(values, self.measure, planner.target)
             costs[call] = call_cost(call, found, self.measure)
             host += away_bytes(call, found, own_inputs(call, run.calls), choice)
             bodies.append(found)
         part = profile(run.nodes, self.measure, costs.get, run.given)
-        seconds = eager_seconds(run.nodes, self.measure, self.target)
+        seconds = eager_seconds(run.nodes, self.measure, planner.target)
         return Option(
             choice,
             part.kept_bytes - host,
@@ -443,25 +458,6 @@ def _meets(points: Sequence[tuple[int, int]], level: int) -> int:
     if (other - peak) * (m - n) <= 0:
         return 2 * max(n, m)
     return m + (level - other) * (m - n) // (other - peak)
-
-
-def _foretold(step: StepChain, options: Sequence[Option]) -> Plan:
-    """A step's plan with these options, and what is predicted of it."""
-    chain = step.chain_of(options)
-    pairs = zip(step.places, options, strict=True)
-    chosen: dict[str, Choice] = {
-        place.layer: option.choice
-        for place, option in pairs
-        if isinstance(place, Stretch) and option.choice is not None
-    }
-    return replace(
-        step.plan,
-        choices={**step.plan.choices, **chosen},
-        peak_gpu_bytes=peak_bytes(chain, options),
-        peak_host_bytes=host_bytes(options),
-        step_seconds=round(step_seconds(chain, options), 4),
-        timeline=tuple(moments(chain, options)),
-    )
 
 
 def batches_of(gm: fx.GraphModule) -> Callable[..., Batch]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fxrl.compile.planning import Planner, StepChain
+from fxrl.compile.planning import StepChain
 from fxrl.errors import PlanError
 from fxrl.ir.capture_record import Capture, plan_of
 from fxrl.ir.plan import Plan
@@ -58,7 +58,6 @@ class Fit:
 class WhatIf:
     """Questions about a captured step."""
 
-    planner: Planner  # the one that planned it
     step: StepChain  # what it planned, or the same at other sizes
     captured: Plan  # what it found
 
@@ -74,18 +73,18 @@ class WhatIf:
         most = max(planned, key=lambda one: one.given.peak_gpu_bytes or 0)
         step = most.planner.step(most.found, given)
         step = step if rows in (None, step.size(0)) else step.at(rows=rows)
-        return cls(most.planner, step, plan_of(captures))
+        return cls(step, plan_of(captures))
 
     @property
     def budget(self) -> Budget:
         """The memory that the planner may use."""
-        return self.planner.budget
+        return self.step.planner.budget
 
     def plan(self) -> Plan:
         """See ``Planner``."""
         if not self.step.values:
             return self.captured
-        found = self.planner.planned(self.step)
+        found = self.step.planned()
         return replace(found, choices={**self.captured.choices, **found.choices})
 
     def advice(self) -> Advice | None:
@@ -113,23 +112,23 @@ class WhatIf:
         many as the batch has."""
         for tokens, rows in sorted(self._sizes()):
             step = self.step.at(tokens=tokens, rows=rows)
-            if (best := step.fastest(self.budget)) is not None:
+            if (best := step.fastest()) is not None:
                 seconds = step_seconds(step.chain_of(best), best)
                 yield Fit(tokens, rows, seconds, host_bytes(best))
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
         """Tokens and rows on the frontier."""
         rows, tokens = self.step.size(0), self.step.size(-1)
-        alone = self.step.at(rows=1).longest(self.budget)
+        alone = self.step.at(rows=1).longest()
         if rows is None or tokens is None or alone is None:
             return
         yield alone, 1
-        if rows > 1 and (longest := self.step.longest(self.budget)) is not None:
+        if rows > 1 and (longest := self.step.longest()) is not None:
             yield longest, rows
         lengths = {2**k for k in range(8, 25) if alone / _SHORTEST < 2**k < 0.9 * alone}
         for length in lengths | ({tokens} if tokens <= alone else set()):
             start = self.step.at(tokens=length, rows=max(1, alone // length))
-            if (most := start.most_rows(self.budget)) is not None:
+            if (most := start.most_rows()) is not None:
                 yield length, most
 
     def _more(self, chain: Chain) -> Iterator[tuple[str, str, float]]:
@@ -157,7 +156,7 @@ class WhatIf:
         if tokens is None or tokens < 4:
             return
         step = self.step.at(tokens=tokens // 2)
-        if (best := step.fastest(self.budget)) is not None:
+        if (best := step.fastest()) is not None:
             seconds = 2 * step_seconds(step.chain_of(best), best)
             yield Change("half the context, in two steps", seconds)
 

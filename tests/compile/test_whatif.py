@@ -37,7 +37,13 @@ def with_budget(share, host=GiB):
     """The same questions with a share of what keeping everything takes."""
     free = asked()
     budget = Budget(int(share * free.plan().peak_gpu_bytes), host, given=False)
-    return replace(free, planner=replace(free.planner, budget=budget)), budget
+    return within(budget, free), budget
+
+
+def within(budget, asked):
+    """The same questions with another budget."""
+    step = asked.step
+    return replace(asked, step=replace(step, planner=replace(step.planner, budget=budget)))
 
 
 def test_where_all_is_kept_nothing_binds():
@@ -47,7 +53,7 @@ def test_where_all_is_kept_nothing_binds():
 
 def test_too_little_of_the_gpu_binds():
     tight, budget = with_budget(0.8, host=0)
-    now = tight.planner.planned(tight.step).step_seconds
+    now = tight.step.planned().step_seconds
     advice = tight.advice()
     assert advice.binds[0] == "GPU memory"
     assert "host memory" not in advice.binds, "a quarter of nothing is nothing"
@@ -74,12 +80,10 @@ def test_a_table_on_the_host_brings_what_it_is_said_to():
     assert table == 200_000 * 64 * 4
     assert (free.step.outside.table_bytes, there.step.outside.table_bytes) == (table, 0)
     budget = Budget(int(0.75 * there.plan().peak_gpu_bytes), 0, given=False)
-    tight, after = (
-        replace(one, planner=replace(one.planner, budget=budget)) for one in (free, there)
-    )
+    tight, after = within(budget, free), within(budget, there)
     (change,) = [one for one in tight.advice().changes if "offload_embeddings" in one.what]
-    assert change.seconds == pytest.approx(after.planner.planned(after.step).step_seconds, abs=6e-5)
-    assert change.seconds < tight.planner.planned(tight.step).step_seconds
+    assert change.seconds == pytest.approx(after.step.planned().step_seconds, abs=6e-5)
+    assert change.seconds < tight.step.planned().step_seconds
     assert "offload_embeddings" not in str(after.advice())
 
 
@@ -96,11 +100,11 @@ def test_the_frontier_is_what_fits_and_no_more():
     assert any(fit.rows == 1 for fit in fits)
     for fit in fits:
         at = functools.partial(tight.step.at, tokens=fit.tokens)
-        assert at(rows=fit.rows).smallest(budget.host_bytes)[1] <= budget.gpu_bytes
+        assert at(rows=fit.rows).smallest()[1] <= budget.gpu_bytes
         if fit.rows > 1:
             longer = tight.step.at(rows=fit.rows, tokens=int(1.05 * fit.tokens) + 1)
             wider = at(rows=int(1.02 * fit.rows) + 1)
-            needed = max(one.smallest(budget.host_bytes)[1] for one in (longer, wider))
+            needed = max(one.smallest()[1] for one in (longer, wider))
             assert needed > budget.gpu_bytes
         assert fit.seconds > 0
     rows = [fit.rows for fit in fits]
