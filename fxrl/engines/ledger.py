@@ -32,7 +32,15 @@ from fxrl.ir.remark import format_bytes
 from fxrl.ir.table import cell, open_table, plain_text
 
 log = logging.getLogger(__name__)
-COLUMNS = ("weights", "kv_cache", "engine_other", "trainer", "unused", "outside", "free")
+COLUMNS = {
+    "weights": "vLLM's weights",
+    "kv_cache": "vLLM's KV cache",
+    "engine_other": "vLLM's graphs and buffers",
+    "trainer": "the trainer's tensors",
+    "unused": "PyTorch's allocator, unused",
+    "outside": "CUDA context and other processes",
+    "free": "free",
+}
 TOLERANCE = 64 * MiB
 """How far the device's own count may be off: other processes, the context's growth."""
 
@@ -214,18 +222,9 @@ class MemoryLedger:
     def holders(self) -> str:
         """Who holds the device's memory now, in words, the largest first."""
         entry = self._entry("now", self.probe.read())
-        words = {
-            "weights": "vLLM's weights",
-            "kv_cache": "vLLM's KV cache",
-            "engine_other": "vLLM's graphs and buffers",
-            "trainer": "the trainer's tensors",
-            "unused": "PyTorch's allocator, unused",
-            "outside": "CUDA context and other processes",
-            "free": "free",
-        }
-        held = {name: size for name in words if (size := getattr(entry, name))}
-        ordered = sorted(held, key=lambda name: -held[name])
-        return ", ".join(f"{words[name]} {format_bytes(held[name])}" for name in ordered)
+        held = {words: size for name, words in COLUMNS.items() if (size := getattr(entry, name))}
+        ordered = sorted(held, key=lambda words: -held[words])
+        return ", ".join(f"{words} {format_bytes(held[words])}" for words in ordered)
 
     def to_json(self) -> str:
         """JSON lines, one for each entry, then one with the problems if there are any."""

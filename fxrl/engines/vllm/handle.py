@@ -174,18 +174,20 @@ class VllmHandle:
 
     @property
     def takes_adapters(self) -> str:
+        """Empty if the engine has LoRA slots, else the reason why not."""
         if self._max_lora_rank is None:
             return "the engine was built without LoRA slots (max_lora_rank=None)"
         return "" if self._ranks == 1 else "vLLM's slots are in other processes"
 
     def set_adapter(self, sites: tuple[LoraSite, ...]) -> None:
+        """Puts the adapter into the engine's slots."""
         symbols = self.symbols
         put_adapter(
             self.worker, sites, lora_model=symbols.lora_model, peft_helper=symbols.peft_helper
         )
 
     def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Load new weights; tensors travel to other processes through host memory."""
+        """Load new weights, by checkpoint names; to other processes they go through host memory."""
         given: Any = weights
         if self._ranks > 1:
             given = [(name, value.cpu()) for name, value in weights]

@@ -17,7 +17,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fxrl.engines.engine import EngineError
 from fxrl.engines.ledger import MemoryLedger, TagBytes
@@ -36,13 +36,9 @@ class WakeError(EngineError):
     """The KV cache's memory is not free. The engine stays in standby: free some, wake again."""
 
 
-class Allocation(Protocol):
-    """One mapping of vLLM's allocator (``AllocationData``)."""
-
-    handle: Any
-    """(device, bytes, address, chunk)."""
-    tag: str
-    is_asleep: bool
+#: One mapping of vLLM's allocator (``AllocationData``): its ``handle`` (device, bytes, address,
+#: chunk), its ``tag``, and whether it ``is_asleep``.
+Allocation = Any
 
 
 def unmap_tag(allocations: Iterable[Allocation], tag: str, unmap: Callable[[Any], None]) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import takewhile
 from operator import itemgetter
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from fxrl.engines.weights.lora.sites import (
 )
 from fxrl.ops.dithered import dithered, seed_of
 
+if TYPE_CHECKING:
+    from fxrl.engines.vllm.handle import VllmHandle
+
 log = logging.getLogger(__name__)
 
 Route = Literal["slots", "fold", "copy"]
@@ -53,27 +56,11 @@ class RouteError(EngineError):
     """The LoRA route that was asked for is not possible here, or none is."""
 
 
-class Served(Protocol):
-    """The methods of an engine that ``WeightSync`` needs."""
-
-    @property
-    def takes_adapters(self) -> str:
-        """Empty if the engine has LoRA slots, else the reason why not."""
-        ...
-
-    def set_adapter(self, sites: tuple[LoraSite, ...]) -> None:
-        """Puts the adapter into the engine's slots."""
-        ...
-
-    def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Copies weights by checkpoint names into the engine's own."""
-
-
 class WeightSync:
     """Hands the trainer's weights over to one engine; ``timings`` gets the seconds of ``"fold"``,
     ``"restore"`` and ``"sync"``."""
 
-    def __init__(self, engine: Served, timings: dict[str, float]) -> None:
+    def __init__(self, engine: VllmHandle, timings: dict[str, float]) -> None:
         self._engine, self._timings = engine, timings
         self._shared: nn.Module | None = None
         self._copied: frozenset[str] = frozenset()

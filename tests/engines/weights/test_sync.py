@@ -10,7 +10,7 @@ from fxrl.models import load_model, lora, quantize
 
 
 class Engine:
-    """``Served``; ``slots`` is the reason against them, empty if there are some."""
+    """A handle; ``slots`` is the reason against them, empty if there are some."""
 
     def __init__(self, slots=""):
         self.takes_adapters, self.adapters, self.weights = slots, [], []

@@ -109,7 +109,10 @@ def share(
     return model, report
 
 
-def derived_tensors(vllm_model: nn.Module, min_elements: int = 2**10) -> list[str]:
+_FEW = 2**10  # elements: no weight was rearranged into so little
+
+
+def derived_tensors(vllm_model: nn.Module) -> list[str]:
     """Warns of plain tensors that vLLM's modules keep beside their parameters and buffers.
 
     Some layers (multi-head latent attention) rearrange a weight once, after loading, and use only
@@ -121,7 +124,7 @@ def derived_tensors(vllm_model: nn.Module, min_elements: int = 2**10) -> list[st
     found: dict[str, str] = {}
     for path, module in vllm_model.named_modules():
         for name, value in vars(module).items():
-            if not isinstance(value, Tensor) or value.numel() < min_elements:
+            if not isinstance(value, Tensor) or value.numel() < _FEW:
                 continue
             known = value.untyped_storage().data_ptr() in own
             if not (known or "cache" in name or "lora" in name or not value.is_floating_point()):
