@@ -259,14 +259,7 @@ def scaled_mm(
 
 @torch.library.register_fake("fxrl::scaled_mm")  # type: ignore[untyped-decorator]
 def _(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor | None,
-    transpose: bool,
-    dtype: torch.dtype,
-    left: Tensor | None = None,
-    right: Tensor | None = None,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Any, transpose: bool, dtype: Any, *_: Any
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[int(transpose)]), dtype=dtype)
 
@@ -277,16 +270,6 @@ torch.library.define(
     "(Tensor x, Tensor values, Tensor scale, Tensor weight, Tensor weight_scale, str gradient)"
     " -> Tensor",
 )
-
-
-@torch.library.impl("fxrl::fp8_linear", "CompositeImplicitAutograd")
-def _fp8_linear(
-    x: Tensor, values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, gradient: str
-) -> Tensor:
-    made: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, values, scale, weight, weight_scale, gradient
-    )
-    return made
 
 
 class _Linear(torch.autograd.Function):
@@ -317,6 +300,9 @@ class _Linear(torch.autograd.Function):
         return made, None, None, None, None, None
 
 
+torch.library.impl("fxrl::fp8_linear", "CompositeImplicitAutograd", _Linear.apply)
+
+
 def _gradient_of_rows(grad: Tensor, weight: Tensor, scale: Tensor, gradient: str) -> Tensor:
     made: Tensor
     if gradient == "bf16":
@@ -330,6 +316,7 @@ def _gradient_of_rows(grad: Tensor, weight: Tensor, scale: Tensor, gradient: str
 # ---------------------------------------------------------------------------- what a device can do
 _FIRST = (8, 9)  # compute capability of the first GPUs with products in FP8
 _ENOUGH = 2**13  # rows from where a product's time grows as they do
+_REPEATS = 10  # runs that are measured together
 
 
 def why_no_fp8(device: torch.device) -> str:
@@ -379,7 +366,7 @@ def measured_seconds(
         return _device_seconds(in_bf16), _device_seconds(in_fp8)
 
 
-def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
+def _device_seconds(run: Callable[[], None]) -> float:
     """A run's seconds on the GPU alone: as a graph, launched at once; a step's launches hide behind
     the kernels before them, and here there are none."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -390,7 +377,7 @@ def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
             run()
     stream.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(repeats):
+        for _ in range(_REPEATS):
             run()
     with torch.cuda.stream(stream):
         graph.replay()
@@ -398,4 +385,4 @@ def _device_seconds(run: Callable[[], None], repeats: int = 10) -> float:
         graph.replay()
         end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeats
+    return float(start.elapsed_time(end)) / 1e3 / _REPEATS

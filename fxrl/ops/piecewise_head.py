@@ -57,6 +57,7 @@ from fxrl.ops.linear_logprob.arguments import (
     made_in_forward,
     parse_outputs,
     schema_of,
+    tensors,
 )
 from fxrl.ops.linear_logprob.checks import (
     LinearLogprobError,
@@ -122,12 +123,11 @@ class Held(NamedTuple):
         return head._replace(weight=empty.expand(self.vocab, columns))
 
 
-_SEVEN = ", ".join(["Tensor"] * len(OUTPUTS))
 _FIELDS, _HELD = len(LossHead._fields), len(Held._fields)
 torch.library.define(
     "fxrl::piecewise_logprob",
     f"({schema_of(LossHead, with_defaults=True)}, {schema_of(Held)}, "
-    f"str outputs='logprob', str? grad_outputs=None) -> ({_SEVEN})",
+    f"str outputs='logprob', str? grad_outputs=None) -> {tensors(len(OUTPUTS))}",
 )
 
 
@@ -345,7 +345,7 @@ class _Online:
 @torch.library.custom_op(
     "fxrl::piecewise_logprob_forward",
     mutates_args=(),
-    schema=f"({schema_of(LossHead)}, {schema_of(Held)}, str outputs) -> ({_SEVEN})",
+    schema=f"({schema_of(LossHead)}, {schema_of(Held)}, str outputs) -> {tensors(len(OUTPUTS))}",
 )
 def piecewise_logprob_forward(*positional: Any) -> tuple[Tensor, ...]:
     """Values [pieces, N], or [0], of each of ``OUTPUTS``."""
@@ -361,7 +361,7 @@ def _(*positional: Any) -> tuple[Tensor, ...]:
     "fxrl::piecewise_logprob_online",
     mutates_args=(),
     schema=f"({schema_of(LossHead)}, {schema_of(Held)}, str outputs, str grad_outputs, "
-    f"bool save_vectors) -> ({_SEVEN}, Tensor)",
+    f"bool save_vectors) -> {tensors(len(OUTPUTS) + 1)}",
 )
 def piecewise_logprob_online(*positional: Any) -> tuple[Tensor, ...]:
     """Each of ``OUTPUTS``, [N] or [0], and the gradients [K, N, H] of ``grad_outputs``, or [0]."""

@@ -164,6 +164,11 @@ def schema_of(fields: Any, *, with_defaults: bool = False) -> str:
     return ", ".join(made)
 
 
+def tensors(count: int) -> str:
+    """What an op returns that gives so many tensors."""
+    return f"({', '.join(['Tensor'] * count)})"
+
+
 def parse_outputs(text: str) -> tuple[str, ...]:
     """``"logprob,entropy"`` as names; the empty text names none."""
     return tuple(name for name in text.split(",") if name)

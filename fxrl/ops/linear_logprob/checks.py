@@ -47,16 +47,16 @@ def asked_outputs(outputs: str, grad_outputs: str | None) -> tuple[set[str], set
 
 def check_arguments(head: LossHead) -> None:
     """Ranks, devices, dtypes and constants."""
-    hidden, weight, target, bias, temperature, row_mask, scale, softcap, _ = head
+    hidden, weight, target, _, temperature, row_mask, scale, softcap, _ = head
     for name in ("weight", "target", "bias", "temperature", "row_mask"):
         tensor = getattr(head, name)
         if tensor is not None and tensor.device != hidden.device:
             raise LinearLogprobError(
                 f"{name} is on {tensor.device} and hidden on {hidden.device}; move it there"
             )
-    ranks = (("hidden", hidden, 2), ("weight", weight, 2), ("target", target, 1))
-    optional = (("bias", bias, 1), ("row_mask", row_mask, 1))
-    for name, tensor, rank in (*ranks, *optional):
+    ranks = {"hidden": 2, "weight": 2, "target": 1, "bias": 1, "row_mask": 1}
+    for name, rank in ranks.items():
+        tensor = getattr(head, name)
         if tensor is not None and tensor.dim() != rank:
             raise LinearLogprobError(
                 f"{name} has {tensor.dim()} dims, expected {rank}; flatten the token dims first"

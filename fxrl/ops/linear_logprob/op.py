@@ -68,6 +68,7 @@ from fxrl.ops.linear_logprob.arguments import (
     parse_outputs,
     reduce_to_temperature,
     schema_of,
+    tensors,
 )
 from fxrl.ops.linear_logprob.checks import (
     LinearLogprobError,
@@ -122,14 +123,10 @@ def linear_logprob(
 # -- the composite
 
 
-def _tensors(count: int) -> str:
-    return f" -> ({', '.join(['Tensor'] * count)})"
-
-
 torch.library.define(
     "fxrl::linear_logprob",
     f"({schema_of(LossHead, with_defaults=True)}, str outputs='logprob', str? grad_outputs=None)"
-    + _tensors(len(OUTPUTS)),
+    f" -> {tensors(len(OUTPUTS))}",
 )
 
 
@@ -218,7 +215,7 @@ linear_logprob_forward = torch.library.custom_op(
     _forward_op(reference_forward),
     mutates_args=(),
     schema=f"({schema_of(LossHead)}, str outputs, str grad_outputs, bool save_vectors)"
-    + _tensors(len(OUTPUTS) + 1),
+    f" -> {tensors(len(OUTPUTS) + 1)}",
 )
 linear_logprob_backward = torch.library.custom_op(
     "fxrl::linear_logprob_backward",
@@ -226,7 +223,7 @@ linear_logprob_backward = torch.library.custom_op(
     mutates_args=(),
     schema=f"(Tensor grads, {schema_of(LossHead)}, {schema_of(RowValues)}, str grad_outputs, "
     "bool want_hidden, bool want_weight, bool want_bias, bool want_temperature)"
-    + _tensors(len(_PLACES)),
+    f" -> {tensors(len(_PLACES))}",
 )
 
 
@@ -319,9 +316,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     backward = partial(
         torch.ops.fxrl.linear_logprob_backward.default,
         stacked,
-        *tensors,
-        *ctx.constants,
-        *(logprob, lse, entropy, sum_p2),
+        *(*tensors, *ctx.constants, logprob, lse, entropy, sum_p2),
         ",".join(ctx.differentiated),
         *ctx.needs,
     )
