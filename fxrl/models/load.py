@@ -475,11 +475,16 @@ def model_folder(
         ModelError: there is no such model, or it has no tokenizer.
         FetchError: SmolLM2 could not be fetched.
     """
-    source = resolve(model_id)
-    if source in (Source.TINY, Source.CONFIG):
-        folder = _written(model_id, made, dtype, seed)
-    else:
-        folder = _from_place(model_id, source, _folder, on_progress)
+    if not is_random(model_id):
+        folder = _from_place(model_id, resolve(model_id), _folder, on_progress)
+    elif not ((folder := refuse_links(made)) / "config.json").is_file():
+        model, tokenizer = load_model(model_id, dtype, seed=seed)
+        if tokenizer is None:
+            raise ModelError(
+                f"model {str(model_id)!r} has no tokenizer files beside it; add "
+                "tokenizer_config.json"
+            )
+        write_model(model, tokenizer, folder)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ModelError(
             f"model {str(model_id)!r}: the folder holds an adapter alone; merge it into its base "
@@ -487,18 +492,6 @@ def model_folder(
         )
     with _told(str(folder), Source.FOLDER):
         return folder, _tokenizer(str(folder), local=True)
-
-
-def _written(model_id: str | Path, made: Path, dtype: str | torch.dtype, seed: int) -> Path:
-    if (refuse_links(made) / "config.json").is_file():
-        return made
-    model, tokenizer = load_model(model_id, dtype, seed=seed)
-    if tokenizer is None:
-        raise ModelError(
-            f"model {str(model_id)!r} has no tokenizer files beside it; add tokenizer_config.json"
-        )
-    write_model(model, tokenizer, made)
-    return made
 
 
 def write_model(model: nn.Module, tokenizer: Any, made: Path) -> None:
