@@ -110,6 +110,11 @@ def try_again(code: CodeType) -> None:
     torch._C._dynamo.eval_frame.set_code_exec_strategy(code, default)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """What a tensor's memory is known by, as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def fake_like(fake: FakeTensor) -> FakeTensor:
     """A value that looks like another one, and that nothing was computed for.
 

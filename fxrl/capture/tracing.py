@@ -34,6 +34,7 @@ from fxrl.capture._torch import (
     library_op,
     make_fx,
     only_what_is_read,
+    storage_of,
     without_function_modes,
     without_functionalize_key,
 )
@@ -45,7 +46,7 @@ from fxrl.capture.opaque import (
     is_opaque,
     is_unseen,
 )
-from fxrl.capture.writes import DATA_GIVEN, Functional, storage_of, unwrap
+from fxrl.capture.writes import DATA_GIVEN, Functional, unwrap
 from fxrl.ir.graph import as_node, example_of, fake_mode_of, inputs_of, is_call, wrapper_of, writes
 from fxrl.ir.remark import Refusal
 

@@ -26,6 +26,7 @@ from fxrl.capture._torch import (
     TorchDispatchMode,
     from_functional,
     has_effects,
+    storage_of,
     sync,
 )
 from fxrl.ir.graph import HigherOrderOperator, base_of, is_call, needs_grad
@@ -152,11 +153,6 @@ def unwrap(value: FunctionalTensor) -> torch.Tensor:
     """The value that a tensor has now, of the graph that is traced."""
     sync(value)
     return from_functional(value.elem)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def refuse_lost_values(graph: fx.Graph) -> None:

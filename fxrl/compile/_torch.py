@@ -77,12 +77,6 @@ def size_of(mode: FakeTensorMode, expr: Any) -> Size:
     return size
 
 
-def storage_of(x: Tensor) -> int:
-    """What a tensor's memory is known by, as long as it lives."""
-    address: int = x.untyped_storage()._cdata
-    return address
-
-
 def values_of(sizes: Mapping[str, Size], given: Mapping[str, int]) -> dict[Any, Any]:
     """Symbol -> number, of those ``sizes`` that are symbols and have a number given."""
     return {

@@ -32,14 +32,13 @@ import torch
 from torch import Tensor, fx
 
 import fxrl
-from fxrl.capture._torch import FakeTensor, FakeTensorMode
+from fxrl.capture._torch import FakeTensor, FakeTensorMode, storage_of
 from fxrl.compile._torch import (
     guards_of,
     inductor_cache_folder,
     inductor_settings,
     new_graph_module,
     size_of,
-    storage_of,
 )
 from fxrl.compile.bodies.attention import allowed
 from fxrl.errors import first_line
