@@ -39,7 +39,9 @@ class Builder:
         """Let a call that was changed carry the fake value that its op gives."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         target: Any = node.target
-        with self._fake_mode():
+        if self._mode is None:  # ops without a tensor give fakes, too
+            self._mode = fake_mode_of(self.graph) or nullcontext()
+        with self._mode:
             node.meta["val"] = target(*args, **kwargs)
 
     @contextmanager
@@ -62,9 +64,3 @@ class Builder:
                 yield
         finally:
             self.source = source
-
-    def _fake_mode(self) -> Any:
-        """The mode of the graph's fake tensors, so that ops without a tensor give fakes too."""
-        if self._mode is None:
-            self._mode = fake_mode_of(self.graph)
-        return nullcontext() if self._mode is None else self._mode
