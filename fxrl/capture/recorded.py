@@ -14,10 +14,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fxrl.capture._torch import graph_break
@@ -135,3 +136,31 @@ def with_own_lists(
     result = function(*args, **kwargs)
     recorder.set(lists)
     return result, *[tuple(own[name][len(lists[name]) :]) for name in names]
+
+
+# ---------------------------------------------------------------------------- in segments
+def in_segments(
+    functions: nn.Sequential | Iterable[Callable[[Any], Any]],
+    segments: int,
+    input: Any,  # the name it has in torch
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """What ``checkpoint_sequential`` gives, in a file that Dynamo does not skip: all segments but
+    the last, which takes what is left over, are checkpointed."""
+    parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
+    size = len(parts) // segments
+    last = size * (segments - 1)
+
+    def segment(first: int, end: int) -> Callable[[Any], Any]:
+        def run(x: Any) -> Any:
+            for part in parts[first:end]:
+                x = part(x)
+            return x
+
+        return run
+
+    how: dict[str, Any] = {"use_reentrant": use_reentrant, "preserve_rng_state": preserve_rng_state}
+    for first in range(0, last, size):
+        input = checkpoint(segment(first, first + size), input, **how)
+    return segment(last, len(parts))(input)

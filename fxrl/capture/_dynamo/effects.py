@@ -57,12 +57,12 @@ from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.recorded import (
     checkpoint_filled,
     checkpoint_recorded,
+    in_segments,
     may_be_filled,
     recorder_of_outputs,
     with_own_lists,
     with_own_mappings,
 )
-from fxrl.capture.segments import in_segments
 
 _TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
 _tracing: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxrl.engines.engine import PromptError
-from fxrl.engines.torch.batches import plan_microbatches
+from fxrl.engines.torch.engine import plan_microbatches
 
 
 def plan(lengths, n, max_tokens, budget, pad=True):

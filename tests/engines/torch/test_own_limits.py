@@ -4,8 +4,7 @@ import pytest
 
 from fxrl.engines import SamplingParams
 from fxrl.engines.engine import PromptError
-from fxrl.engines.torch.batches import plan_microbatches
-from fxrl.engines.torch.engine import TorchEngine
+from fxrl.engines.torch.engine import TorchEngine, plan_microbatches
 from fxrl.models import load_model
 
 PROMPTS = [[5, 6, 7], [9] * 6, [11, 12]]
