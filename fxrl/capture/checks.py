@@ -41,11 +41,7 @@ def _check(passes: Tensor, branch: int | None = None, source: str = "") -> None:
         raise CheckFailedError(branch, source=source)
 
 
-@_check.register_fake
-def _(passes: Tensor, branch: int | None = None, source: str = "") -> None:
-    pass
-
-
+_check.register_fake(lambda *_: None)
 check = torch.fx.has_side_effect(torch.ops.fxrl.check.default)
 """Raises ``CheckFailedError`` where its tensor, of one element, is false; waits for its device."""
 
@@ -78,10 +74,6 @@ def _counted_rounds(stop: Tensor, start: int, step: int, count: int, branch: int
         raise CheckFailedError(branch, found)
 
 
-@_counted_rounds.register_fake
-def _(stop: Tensor, start: int, step: int, count: int, branch: int) -> None:
-    pass
-
-
+_counted_rounds.register_fake(lambda *_: None)
 counted_rounds = torch.fx.has_side_effect(torch.ops.fxrl.counted_rounds.default)
 """Raises ``CheckFailedError`` where ``range(start, stop, step)`` is not ``count`` long."""

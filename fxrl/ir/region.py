@@ -101,26 +101,22 @@ class Region:
     @cached_property
     def id(self) -> str:
         """Content hash: body, input types, which gradients are wanted, and the cut."""
-        return self._hash(self.inputs)
+        return self._hash(body_text(self.forward), self.inputs)
 
     @cached_property
     def id_without_grads(self) -> str:
         """What the id would be if no gradient were wanted: equal where only those differ."""
-        return self._hash([replace(spec, needs_grad=False) for spec in self.inputs])
+        specs = [replace(spec, needs_grad=False) for spec in self.inputs]
+        return self._hash(body_text(self.forward), specs)
 
     @cached_property
     def id_on_any_gpu(self) -> str:
         """What the id would be were the GPU another one of its kind."""
-        symbols = Symbols()
-        inputs = [_signature(spec, symbols, spec.example.device.type) for spec in self.inputs]
-        return self._digest(text_on_any_gpu(self.forward), inputs)
+        return self._hash(text_on_any_gpu(self.forward), self.inputs, any_gpu=True)
 
-    def _hash(self, specs: Sequence[InputSpec]) -> str:
+    def _hash(self, body: str, specs: Sequence[InputSpec], *, any_gpu: bool = False) -> str:
         symbols = Symbols()
-        inputs = [_signature(spec, symbols, str(spec.example.device)) for spec in specs]
-        return self._digest(body_text(self.forward), inputs)
-
-    def _digest(self, body: str, inputs: Sequence[str]) -> str:
+        inputs = [_signature(spec, symbols, any_gpu) for spec in specs]
         groups = [f"{self.groups} groups"] if self.groups > 1 else []
         text = "\n".join([body, *inputs, self.cut, *groups])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -150,10 +146,11 @@ def differentiated(forward: fx.GraphModule) -> list[bool]:
     return [node in found for node in inputs_of(forward.graph)]
 
 
-def _signature(spec: InputSpec, symbols: Symbols, device: str) -> str:
+def _signature(spec: InputSpec, symbols: Symbols, any_gpu: bool) -> str:
     """Everything about an input that compiled code depends on; not the strides of rows, which are
     made contiguous."""
     example = spec.example
+    device = example.device.type if any_gpu else example.device
     sizes = [symbols.text(size) for size in example.shape[1 if spec.tiled else 0 :]]
     strides = [] if spec.tiled else [symbols.text(stride) for stride in example.stride()]
     kind = f"{example.dtype} {device} {sizes} {strides}"

@@ -9,7 +9,6 @@ once, under guards.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, metadata
@@ -33,7 +32,7 @@ from torch._dynamo.variables import (
     UserDefinedObjectVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMethodVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
@@ -64,21 +63,16 @@ from fxrl.capture.recorded import (
     with_own_mappings,
 )
 
-_TRANSLATOR: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
 _tracing: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
 _is_constant_dict = ConstDictVariable.is_python_constant
 _end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
 _call_checkpoint = CheckpointHigherOrderVariable._call_function
 _check_effect = SideEffects.check_allowed_side_effect
 _print = DebuggingVariable.call_function
-_load = _TRANSLATOR._load_attr
-_wrap = VariableBuilder._wrap
 _isinstance = LazyVariableTracker.lazy_isinstance
 _ask_logger = LoggingLoggerVariable.call_method
 _register_hook = TensorVariable._method_register_hook
-_call_builtin = BuiltinVariable.call_function
 _call_skipped = SkipFunctionVariable.call_function
-_LISTS = (list, deque)
 
 
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
