@@ -110,7 +110,10 @@ def _grouped(
     body = _Body(found)
     feeds, inner = body.feeds, replace(body.region(), cut=cut)
     for node in gm.graph.find_nodes(op="call_function", target=aten.sym_size.int):
-        _read_elsewhere(node, found)
+        source = as_node(node.args[0])
+        if source in found.found.steps and source not in found.sums:  # then told by another value
+            with gm.graph.inserting_before(node):
+                replace_by(node, SizeTable(gm.graph).arg(node.meta["val"]))
     with gm.graph.inserting_after(last_input(gm.graph)):
         results = [val_of(node) for node in found.sums]
         values = call_region(gm.graph, inner, feeds, 0, results)
@@ -121,14 +124,6 @@ def _grouped(
             node.replace_all_uses_with(value)
     tidy(gm)
     return gm
-
-
-def _read_elsewhere(node: fx.Node, found: HeadGroups) -> None:
-    """Let a size of a group's value be read off another one."""
-    source = as_node(node.args[0])
-    if source in found.found.steps and source not in found.sums:
-        with node.graph.inserting_before(node):
-            replace_by(node, SizeTable(node.graph).arg(node.meta["val"]))
 
 
 class _Body:

@@ -43,9 +43,7 @@ class OpenLossCheckpoints(Normalisation[Site]):
     def match(self, gm: fx.GraphModule) -> Iterator[Site | Miss]:
         for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
             body = body_of(gm, call)
-            if body is None or not (
-                _computes_over_classes(body.graph) or _makes_logits(call, body)
-            ):
+            if body is None or not _is_of_head(call, body.graph):
                 continue
             if (why := body.meta.get("not_lowered")) is not None:
                 yield Miss(call, Refusal(f"the checkpointed loss could not be lowered: {why}"))
@@ -63,9 +61,13 @@ class OpenLossCheckpoints(Normalisation[Site]):
         return Applied("a checkpointed loss is opened: the head's own rewrite takes its place")
 
 
-def _computes_over_classes(body: fx.Graph) -> bool:
-    """Whether a body has the loss in it. A layer's router computes over classes, too."""
-    return any(map(_is_over_classes, _besides_layers(body)))
+def _is_of_head(call: fx.Node, body: fx.Graph) -> bool:
+    """Whether a body has the loss in it, or the head's product, whose result is read outside."""
+    own = _besides_layers(body)  # a layer's router computes over classes, too
+    if any(map(_is_over_classes, own)):
+        return True
+    results = filter(is_tensor, call.users)
+    return any(is_call(node, *PRODUCTS) for node in own) and any(map(feeds_class_op, results))
 
 
 def _is_over_classes(node: fx.Node) -> bool:
@@ -74,13 +76,6 @@ def _is_over_classes(node: fx.Node) -> bool:
     if isinstance(halves, Halves):
         return any(map(_is_over_classes, halves.forward.graph.nodes))
     return is_call(node, *CLASS_OPS)
-
-
-def _makes_logits(call: fx.Node, body: fx.GraphModule) -> bool:
-    """Whether the head's product is checkpointed, and its result is read outside."""
-    products = (node for node in _besides_layers(body.graph) if is_call(node, *PRODUCTS))
-    results = filter(is_tensor, call.users)
-    return any(products) and any(map(feeds_class_op, results))
 
 
 def _besides_layers(body: fx.Graph) -> list[fx.Node]:

@@ -158,12 +158,8 @@ class _Sharing:
             if step is not None:
                 self._take(here, node, step)
             elif is_call(node, aten.sym_size.int) and node.args[0] in here.shares:
-                self._unread(node)
-
-    def _unread(self, node: fx.Node) -> None:
-        """A size is still that of the whole value."""
-        with node.graph.inserting_before(node):
-            replace_by(node, self._size(node.graph, node.meta["val"]))
+                with node.graph.inserting_before(node):  # still that of the whole value
+                    replace_by(node, self._size(node.graph, node.meta["val"]))
 
     def _take(self, here: SharedGraph, node: fx.Node, step: Step) -> None:
         for arg in node.all_input_nodes:

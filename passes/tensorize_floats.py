@@ -76,7 +76,7 @@ class TensorizeFloats(Normalisation[NumberSite]):
     def match(self, gm: fx.GraphModule) -> Iterator[NumberSite]:
         for graph in graphs_of(gm):  # a layer may read numbers of its own, such as an epsilon
             reads = graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default)
-            found = tuple(node for node in reads if _is_float(node.args[0]))
+            found = tuple(node for node in reads if val_of(node.args[0]).is_floating_point())
             if found:
                 yield NumberSite(found[0], 0, found)
 
@@ -94,11 +94,6 @@ class TensorizeFloats(Normalisation[NumberSite]):
                     elif isinstance(node.target, OpOverload) and node.target in _TENSOR_OVERLOADS:
                         _read_tensors(builder, node, tensors)
         return Applied(f"{len(site.scalars)} numbers stay tensors")
-
-
-def _is_float(source: object) -> bool:
-    val = tensor_val(source)
-    return val is not None and val.is_floating_point()
 
 
 def _scalar(builder: Builder, source: Any) -> fx.Node:

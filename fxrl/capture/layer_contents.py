@@ -156,7 +156,10 @@ class LayerContents:
             self.objects.append(value.__globals__)
             return value.__code__, *map(self._told, inside)
         if not isinstance(value, _CONTAINERS):
-            return self._class_of(value), *self._attributes(value)
+            kind: Any = type(value)
+            if _is_made_at_run_time(kind):  # for it alone, as ``parametrize`` makes one: a part
+                kind = self._part("", kind)
+            return kind, *self._attributes(value)
         if not value:
             self._empty.append(value)
             return type(value), place
@@ -167,11 +170,6 @@ class LayerContents:
         if not isinstance(value, (tuple, frozenset)):
             self._watched.append(value)
         return type(value), *(self._fact(name, item) for item in value)
-
-    def _class_of(self, value: Any) -> Any:
-        """Its class; one that was made for it alone, as ``parametrize`` makes one, is a part."""
-        kind = type(value)
-        return self._part("", kind) if _is_made_at_run_time(kind) else kind
 
     def _of_class(self, item: tuple[str, Any]) -> Any:
         name, value = item
