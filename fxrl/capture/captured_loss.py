@@ -415,14 +415,10 @@ class _CaptureFailedError(Exception):
         self.error = error
 
 
-def _frames() -> int:
-    """How many functions Dynamo has tried to capture so far."""
-    return int(compile_counters["frames"]["total"])
-
-
 def _skipped() -> int:
-    """How many of them it gave no code for."""
-    return _frames() - int(compile_counters["frames"]["ok"])
+    """How many functions Dynamo has tried to capture so far, and given no code for."""
+    tried = compile_counters["frames"]
+    return int(tried["total"]) - int(tried["ok"])
 
 
 def _while_compiling(error: Exception) -> bool:

@@ -142,14 +142,8 @@ def only_requires_grad(hook: Hook) -> bool:
         return False
     code = hook.__code__
     plain = not code.co_freevars and not code.co_cellvars and len(code.co_varnames) == 3
-    return plain and code.co_names == ("requires_grad_",) and _constants(code) <= {None, True}
-
-
-def _constants(code: types.CodeType) -> set[Any]:
-    constants = code.co_consts
-    if constants and isinstance(constants[0], str):  # the docstring
-        constants = constants[1:]
-    return set(constants)
+    few = set(code.co_consts) <= {None, True, hook.__doc__}
+    return plain and few and code.co_names == ("requires_grad_",)
 
 
 def _quiet_while_traced(hook: Hook) -> Hook:

@@ -115,8 +115,10 @@ class Backend:
         if rewritten is None:
             return as_written(gm)
         self.judge(capture.report)
-        # A branch can be followed in a functional graph alone, also where no pass rewrote it.
-        wanted = self.always_rewritten or _is_rewritten(capture) or follows_branches(gm)
+        # Also where no pass won anything: a checkpointed call would run as Dynamo's stand-in, which
+        # recomputes nothing, and a branch can be followed in a functional graph alone.
+        must = calls_higher_order(capture.dynamo) or follows_branches(gm)
+        wanted = self.always_rewritten or must or capture.report.of_kind(RemarkKind.APPLIED)
         if self.only_explain or not wanted:
             return as_written(gm)
         try:
@@ -369,16 +371,6 @@ def _attach_kernels(capture: Capture) -> None:
         capture.note(
             RemarkKind.ANALYSIS, "kernels", reason, "pip install triton", site="linear_logprob"
         )
-
-
-def _is_rewritten(capture: Capture) -> bool:
-    """Whether the rewritten graph should run: a pass won something by it.
-
-    A checkpointed call must not run as Dynamo's stand-in, which recomputes nothing.
-    """
-    if capture.report.of_kind(RemarkKind.APPLIED):
-        return True
-    return calls_higher_order(capture.dynamo)
 
 
 def _checkpoints(gm: fx.GraphModule) -> Iterator[fx.Node]:
