@@ -576,6 +576,76 @@ def test_a_head_behind_a_loop_that_counts_layers_or_zips_them_is_captured(kind: 
     assert fused(step)
 
 
+class Restored(Stack):
+    """What its layers are told is put back behind them."""
+
+    factor = 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        before, self.factor = self.factor, 2.0
+        try:
+            x = self.mixed(self.embed(ids))
+        finally:
+            self.factor = before
+        logits: Tensor = self.head(x * self.factor)
+        return logits
+
+    def mixed(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.factor * layer(x)
+        return x
+
+
+class RestoredAtOnce(Restored):
+    """In a context, in a loop, returning from within."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        with torch.autograd.set_grad_enabled(torch.is_grad_enabled()):
+            for layer in self.layers:
+                try:
+                    x = x + self.factor * layer(x)
+                    self.factor *= 1.5
+                finally:
+                    if self.factor:
+                        self.factor += 1.0
+            return self.last(x)
+
+    def last(self, x: Tensor) -> Tensor:
+        try:
+            return self.factor * _ended(x)
+        finally:
+            self.factor = 0.0
+
+
+class Forgiving(Restored):
+    """An ``except`` around it catches what is raised: the graph ends at the call of it."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        try:
+            try:
+                return _refused(super().mixed(x))
+            finally:
+                self.factor += 1.0
+        except ValueError:
+            return self.factor * x
+
+
+def _refused(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    raise ValueError
+
+
+@pytest.mark.parametrize("kind", [Restored, RestoredAtOnce, Forgiving])
+def test_a_graph_may_end_where_something_is_put_back_behind(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = kind(inside=True)
+    step = optimize(model, policy_loss, QUIET)
+    for batch in (make_batch(), make_batch(4, 9, seed=2)):
+        assert_matches_eager(step, policy_loss, model, batch)
+        assert model.factor == 1.0
+    assert fused(step)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

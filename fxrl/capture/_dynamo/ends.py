@@ -37,11 +37,13 @@ from fxrl.ir.remark import Refusal
 
 _tracer: Any = torch._dynamo.symbolic_convert
 _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
-_may_end_here = _TRANSLATOR.should_compile_partial_graph
+_may_end_outside = _TRANSLATOR.should_compile_partial_graph
 _call_function = _TRANSLATOR.call_function
 _leave_rest_out = _TRANSLATOR.step_graph_break
 # None in torch 2.11, whose own can be rebuilt.
 _DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
+#: Instructions that the next one is not run behind.
+_LEAVE = ("RETURN", "RERAISE", "RAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _MANY_LAYERS = 32  # each is captured on its own then
 
 
@@ -55,6 +57,44 @@ def _may_end(self: Any) -> bool:
     if not hasattr(self, "callers_may_end"):
         self.callers_may_end = _may_end_within(self)
     return self.callers_may_end and not _loops(self)
+
+
+def _may_end_here(self: Any) -> bool:
+    """As Dynamo's own, but for a ``finally`` around it, such as each forward of transformers' has:
+    what goes on behind the break has that too. It is not run where code at the break raises."""
+    instruction = self.current_instruction
+    around = instruction.exn_tab_entry
+    if around is None or not _is_finally(self, around.target):
+        return bool(_may_end_outside(self))
+    instruction.exn_tab_entry = None
+    try:
+        return bool(_may_end_outside(self))
+    finally:
+        instruction.exn_tab_entry = around
+
+
+#: By code, of handlers by their offset.
+_FINALLY: WeakKeyDictionary[CodeType, dict[int, bool]] = WeakKeyDictionary()
+
+
+def _is_finally(translator: Any, handler: Any) -> bool:
+    """Whether a handler always goes on with its exception: no ``except``, here or around it, whose
+    function could return."""
+    known = _FINALLY.setdefault(translator.f_code, {})
+    if handler.offset not in known:
+        behind, reached, left = dict(itertools.pairwise(translator.instructions)), set(), [handler]
+        while left:
+            one = left.pop()
+            if one in reached:
+                continue
+            reached.add(one)
+            handled = one.exn_tab_entry and one.exn_tab_entry.target
+            left += [after for after in (one.target, handled) if after]
+            if not one.opname.startswith(_LEAVE):
+                left.append(behind[one])
+        returns = any(one.opname.startswith("RETURN") for one in reached)
+        known[handler.offset] = handler.opname == "PUSH_EXC_INFO" and not returns
+    return known[handler.offset]
 
 
 def _may_end_within(called: Any) -> bool:
@@ -289,6 +329,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
         for name, method in vars(_OPAQUE).items()
         if inspect.isfunction(method) and hasattr(method, "__wrapped__")
     ),
+    (_TRANSLATOR, "should_compile_partial_graph", _may_end_here),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
     (_TRANSLATOR, "call_function", _call),
     (_TRANSLATOR, "maybe_has_backedge", _in_loop),
