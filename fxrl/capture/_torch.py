@@ -502,10 +502,16 @@ def _age() -> None:
     Frozen and set free again they are old. So only once: cycles among them stay until the next full
     collection, and those of many captures would pile up. Only once, too, is it asked whether some
     are frozen on purpose: it counts them one by one, for which a million take 0.1 s.
+
+    Exceptions that Dynamo traced are such cycles, and by their frames hold those of the caller: with
+    the loss, its nodes know the weights' sizes, and a vocabulary that grew had no gradient.
     """
     if _AGED or gc.get_freeze_count():
         gc.collect(1)
     else:
+        for one in gc.get_objects(generation=0):
+            if issubclass(type(one), torch._dynamo.exc.ObservedException):
+                one.__traceback__ = None
         gc.freeze()
         gc.unfreeze()
     _AGED[:] = [True]

@@ -1,6 +1,7 @@
 """What is put off while something is compiled, and is as it was behind it."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -32,6 +33,33 @@ def test_what_was_made_while_something_compiled_is_old(monkeypatch, frozen, aged
     assert any(one is made for one in gc.get_objects(generation=2))
     assert bool(looked) is (frozen or aged)
     assert bool(gc.get_freeze_count()) is frozen  # what is frozen on purpose stays so
+    gc.freeze()  # as every test finds it
+
+
+class Settings:
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+
+
+def test_a_first_loss_is_freed_with_its_step(monkeypatch):
+    """It knows how large the weights are, which grow with a vocabulary."""
+    monkeypatch.setattr(_torch, "_AGED", [])
+    gc.unfreeze()
+
+    def loss_fn(model, batch):
+        scale = settings.scale if hasattr(settings, "scale") else 2.0
+        return scale * model(batch["x"]).square().mean()
+
+    model, settings = torch.nn.Embedding(4, 2), Settings()
+    step = fxrl.optimize(model, loss_fn, fxrl.Config(on_miss="ignore"))
+    loss = step({"x": torch.arange(4)})
+    loss.backward()
+    first = weakref.ref(loss)
+    del loss
+    assert first() is None
+    model.weight.data, model.weight.grad = torch.ones(6, 2), None
+    step({"x": torch.arange(6)}).backward()
+    assert model.weight.grad.shape == (6, 2)
     gc.freeze()  # as every test finds it
 
 
