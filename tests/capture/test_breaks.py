@@ -543,6 +543,15 @@ class Zipped(Stack):
         return logits
 
 
+class ZippedStrictly(Stack):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer, weight in zip(self.layers, (0.5, 0.25, 1.0), strict=True):
+            x = x + weight * layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class CountedAndZipped(Stack):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -565,7 +574,7 @@ class CountedAhead(Stack):
         return logits
 
 
-@pytest.mark.parametrize("kind", [Counted, Zipped, CountedAndZipped, CountedAhead])
+@pytest.mark.parametrize("kind", [Counted, Zipped, ZippedStrictly, CountedAndZipped, CountedAhead])
 def test_a_head_behind_a_loop_that_counts_layers_or_zips_them_is_captured(kind: Any) -> None:
     torch.manual_seed(0)
     model = kind(inside=True)

@@ -221,7 +221,7 @@ def _is_listed(value: Any) -> bool:
     found = value.realize()
     if isinstance(found, ZipVariable):
         known = all(isinstance(part, list) or _is_listed(part) for part in _zipped(found))
-        return known and not found.strict
+        return known and not (found.strict and len({len(list(one)) for one in _lefts(found)}) > 1)
     if _is_enumerate(found):
         return any(map(_is_listed, found.inline_tracer.stack))
     return "Iterator" in type(found).__name__ and (
@@ -243,6 +243,12 @@ def _zipped(found: Any) -> Iterable[Any]:
     return held  # a list in torch 2.11
 
 
+def _lefts(found: Any) -> Iterable[Iterable[Any]]:
+    """What each of those that are zipped has yet to come to."""
+    for part in _zipped(found):
+        yield part[found.index :] if isinstance(part, list) else _left_in(part)
+
+
 def _left_in(iterator: Any) -> Iterable[Any]:
     """What a loop has yet to come to: of a list, or of a dict's values, keys or items; tuples of
     what is counted or zipped."""
@@ -254,11 +260,7 @@ def _left_in(iterator: Any) -> Iterable[Any]:
         numbers = map(ConstantVariable.create, itertools.count(count))
         return zip(numbers, _left_in(counted), strict=False)
     if isinstance(found, ZipVariable):
-        held = (
-            part[found.index :] if isinstance(part, list) else _left_in(part)
-            for part in _zipped(found)
-        )
-        return zip(*held, strict=False)
+        return zip(*_lefts(found), strict=False)
     if not hasattr(found, "view_type"):
         return list(getattr(found, "items", ()))[getattr(found, "index", 0) :]
     _, (left,) = found._iter.__reduce__()[:2]
