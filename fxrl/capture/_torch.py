@@ -76,6 +76,7 @@ as_written = torch._dynamo.eval_frame.innermost_fn  # a function without what to
 reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled of a function, which Dynamo keeps for ever
 in_dispatch_mode = torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals  # where Dynamo captures nothing
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
+functorch_depth = torch._C._functorch.get_dynamic_layer_stack_depth  # how many one is inside of
 
 # Python's side of functionalisation: pending writes applied; whether there were any; the value.
 sync: Callable[[Any], None] = torch._sync
@@ -211,9 +212,10 @@ def method_replaced() -> str | None:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def leave_forward_mode() -> None:
-    """Closes the level of forward-mode AD that stays open where a trace inside of
-    ``torch.func.jvp`` has failed; PyTorch has one at most."""
+def leave_transforms(depth: int = 0) -> None:
+    """Closes the levels of ``torch.func``'s transforms beyond ``depth``, and the one that
+    forward-mode AD has, which stay open where a trace inside of them has failed."""
+    torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
     if torch.autograd.forward_ad._current_level < 0:  # else somebody outside is in it
         with suppress(RuntimeError):  # there is none
             torch._C._exit_dual_level(level=0)

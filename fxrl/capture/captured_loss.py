@@ -39,7 +39,7 @@ from fxrl.capture._torch import (
     functorch_level,
     global_hooks,
     in_dispatch_mode,
-    leave_forward_mode,
+    leave_transforms,
     method_replaced,
     reset_code,
     swapped,
@@ -277,7 +277,7 @@ class CapturedLoss:
                     del captures[before:], self.compiled[key]
                 raise
             except Exception as error:  # a graph can hold anything that PyTorch can
-                leave_forward_mode()
+                leave_transforms()
                 if _skipped() > skipped:  # of a batch that is none, but the next one may be
                     try_again(code)
                 own = _cause(error)

@@ -29,8 +29,11 @@ from fxrl.capture._torch import (
     TorchDispatchMode,
     enable_python_dispatcher,
     equate,
+    functorch_depth,
+    functorch_level,
     get_decompositions,
     has_data_mutation,
+    leave_transforms,
     library_op,
     make_fx,
     only_what_is_read,
@@ -45,6 +48,7 @@ from fxrl.capture.opaque import (
     gradient_reads_data,
     is_opaque,
     is_unseen,
+    is_whole,
 )
 from fxrl.capture.writes import DATA_GIVEN, Functional, unwrap
 from fxrl.ir.graph import as_node, example_of, fake_mode_of, inputs_of, is_call, wrapper_of, writes
@@ -115,7 +119,12 @@ def _traced(
         return interpreter.run(*(node if node in passed else next(given) for node in inputs))
 
     examples = [example_of(node) for node in inputs if node not in passed]
-    return make_fx(how(run, mode), decomposition_table=_OPENED)(*examples), opaque
+    depth = functorch_depth()
+    try:
+        return make_fx(how(run, mode), decomposition_table=_OPENED)(*examples), opaque
+    except Exception:
+        leave_transforms(depth)
+        raise
 
 
 @contextmanager
@@ -249,6 +258,8 @@ class _Lowering(fx.Interpreter):
 
     def _computed(self, n: fx.Node) -> Any:
         """A call's result; as one op of the graph where autograd would be told of its inside."""
+        if functorch_level() is not None:
+            return self._transformed(n)
         if is_opaque(n):
             return self._whole(n)
         op = library_op(n.target)
@@ -277,6 +288,15 @@ class _Lowering(fx.Interpreter):
             reason = f"{name}, which is not looked into, writes into what it is given"
             raise Refusal(reason, "return a new tensor from it", n)
         return self._whole(n)
+
+    def _transformed(self, n: fx.Node) -> Any:
+        """A call inside of ``torch.func``'s transforms, for whose levels autograd records it here
+        and now: the graph gets the ops of its derivative, and the next one is taken of those."""
+        if is_whole(n) or is_unseen(n):
+            reason = "a call with a backward of its own is inside of torch.func's transforms"
+            raise Refusal(reason, "differentiate what it is made of, or the loss outside of it", n)
+        with torch.set_grad_enabled(self._mode.recording):
+            return super().run_node(n)
 
     def _detaches_nothing(self, n: fx.Node) -> bool:
         """Whether ``x.detach()`` is x: it has no gradient, and nobody else reads its memory again.

@@ -73,6 +73,63 @@ def test_torch_func_around_a_step_runs_as_written_and_is_told(name: str) -> None
     assert captures(step) == 1, "outside of the transform it is captured as ever"
 
 
+class Squared(torch.autograd.Function):
+    """With a second derivative that only its backward tells."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3 * ctx.saved_tensors[0]
+
+
+def unseen(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.tanh(x).mean()
+    return torch.tanh(x) * scale
+
+
+Along = Callable[[Tensor], Tensor]
+INSIDE: dict[str, Callable[[Along, Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(torch.tanh(x)).mean())(x),
+    "no_grad": lambda f, x: torch.func.grad(lambda x: f(unseen(x)).mean())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones(x.shape[0], x.shape[1] - 1).double())[0],
+    "jacrev": lambda f, x: torch.func.jacrev(lambda s: f(x * s[:, None, None]).mean(1))(x[:, 0, 0]),
+    "vmap of grad": lambda f, x: torch.func.vmap(
+        torch.func.grad(lambda s, row: (row * s).sin().sum()), (None, 0)
+    )(torch.ones((), dtype=x.dtype), f(x)),
+    "function": lambda f, x: torch.func.grad(lambda x: f(Squared.apply(x)).mean())(x),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_torch_func_inside_the_loss_has_its_gradients_and_theirs(name: str) -> None:
+    """They were zeros where a pass had rewritten the graph: it was traced without autograd."""
+    torch.manual_seed(0)
+    head = nn.Linear(8, 61, bias=False)
+    model = nn.Sequential(nn.Embedding(61, 8), head).double()
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        def logps(hidden: Tensor) -> Tensor:
+            scores = torch.log_softmax(model[1](hidden)[:, :-1], -1)
+            return scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+        hidden = model[0](ids)
+        return INSIDE[name](logps, hidden).square().sum() - logps(hidden).mean()
+
+    step = optimize(model, loss, Config(min_saved_bytes=0, on_miss="ignore"))
+    for rows, length in ((2, 7), (3, 5)):
+        assert_matches_eager(step, loss, model, torch.randint(0, 61, (rows, length)))
+    assert fused(step)
+    assert torch._C._functorch.peek_interpreter_stack() is None
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

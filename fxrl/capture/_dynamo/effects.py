@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.exc import raise_observed_exception
+from torch._dynamo.exc import raise_observed_exception, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource
@@ -38,6 +38,7 @@ from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMeth
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import (
+    AutogradFunctionVariable,
     DebuggingVariable,
     DeletedVariable,
     LoggingLoggerVariable,
@@ -50,7 +51,7 @@ from fxrl.capture._dynamo.guarding import guard_that
 from fxrl.capture._dynamo.hooks import end_of_graph
 from fxrl.capture._dynamo.kept import PRINTED, forget_bounds
 from fxrl.capture._dynamo.later import Later
-from fxrl.capture._torch import functions_stay
+from fxrl.capture._torch import functions_stay, functorch_level
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.recorded import (
@@ -73,6 +74,7 @@ _isinstance = LazyVariableTracker.lazy_isinstance
 _ask_logger = LoggingLoggerVariable.call_method
 _register_hook = TensorVariable._method_register_hook
 _call_skipped = SkipFunctionVariable.call_function
+_call_applied = AutogradFunctionVariable.call_apply
 
 
 def _print_later(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -239,6 +241,15 @@ def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return time.call_method(tx, "item", [], {})
 
 
+def _applied(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An ``autograd.Function`` inside of ``torch.func``'s transforms ends the graph: of what Dynamo
+    makes of its backward the derivative is another one."""
+    if functorch_level() is not None:
+        why = "an autograd.Function is inside of torch.func's transforms"
+        unimplemented(gb_type="call_apply", context="", explanation=why, hints=[])
+    return _call_applied(self, tx, args, kwargs)
+
+
 def _is_allowed(self: Any, item: Any) -> bool:
     """What is checkpointed gives its hooks lists of its own, and takes them back."""
     own = isinstance(item, UserDefinedObjectVariable) and item.value is recorder_of_outputs()
@@ -292,6 +303,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (logging.getLogger, "_dynamo_marked_constant", True),
     (TensorVariable, "_method_register_hook", _hooked),
     (SkipFunctionVariable, "call_function", _skipped),
+    (AutogradFunctionVariable, "call_apply", _applied),
     (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
     (ConstDictVariable, "is_python_constant", _is_constant),
     (LazyVariableTracker, "lazy_isinstance", _is_instance),
