@@ -5,6 +5,7 @@ import types
 import pytest
 import sympy
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fxrl.engines.vllm import door
 from fxrl.engines.vllm.decode_layers import (
@@ -128,8 +129,9 @@ def kernel_of(depth, width, device):
 
 
 @pytest.fixture
-def compiling(vllm_process):
+def compiling(vllm_process, monkeypatch):
     """vLLM's other tests run without compiling."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     with torch._dynamo.config.patch(disable=False):
         yield
 
@@ -145,12 +147,14 @@ def check_products(device, shapes):
         assert kernel.narrow is (width <= depth and width % 16 == 0), (depth, width)
         values, scale, x = quantized(24, depth, seed=1)
         for bias in (None, torch.linspace(-3, 3, width).bfloat16()):
-            multiply = torch.compile(kernel.apply_scaled_mm, backend="aot_eager", fullgraph=True)
+            backend = CompileCounterWithBackend("aot_eager")
+            multiply = torch.compile(kernel.apply_scaled_mm, backend=backend, fullgraph=True)
             made = multiply(
                 A=values.to(device), B=layer.weight, out_dtype=torch.bfloat16, As=scale.to(device),
                 Bs=layer.weight_scale, bias=None if bias is None else bias.to(device),
                 output_shape=[2, 12, width],
             )  # fmt: skip
+            assert backend.frame_count == 1
             exact = x @ weight.T + (0 if bias is None else bias.double())
             assert made.shape == (2, 12, width)
             assert made.dtype == torch.bfloat16
