@@ -118,7 +118,9 @@ def _measure(
         kernels = build_region(region, inductor)
         halves = kernels.body(kernels.bound.read(body.inputs))
         run_forward = lambda: halves.forward(*body.inputs)  # noqa: E731
-        run_vjp = lambda: halves.backward(*body.inputs, *grads)  # noqa: E731
+        made = {"input": body.inputs, "output": run_forward()}
+        kept = [made[kind][i] for kind, i in halves.backward.read]
+        run_vjp = lambda: halves.backward(kept, grads)  # noqa: E731
         outputs = [out.clone() for out in (*run_forward(), *run_vjp())]
         common.synchronize(args.device)
         compile_s = time.perf_counter() - start

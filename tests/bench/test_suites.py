@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench import fp8_rollouts, generate, rl_step, rollout, step, update_step
+from bench import fp8_rollouts, generate, region_flags, rl_step, rollout, step, update_step
 
 
 def rows_of(file):
@@ -42,6 +42,16 @@ def test_step_fails_if_fxrl_fails(tmp_path, monkeypatch):
     assert step.main([*given, "--variants", "eager"]) == 0
     assert step.main([*given, "--variants", "eager,fxrl"]) == 1
     assert rows_of(tmp_path / "step.json")[1]["error"] == "RuntimeError: planted"
+
+
+def test_region_flags_times_both_halves(tmp_path, monkeypatch):
+    out = tmp_path / "flags.json"
+    given = "--device cpu --shape tiny --bodies mlp --tokens 64 --attention any --flags default"
+    words = ["region_flags", *given.split(), "--repeats", "1", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", words)
+    region_flags.main()
+    (row,) = rows_of(out)
+    assert min(row["forward_ms"], row["vjp_ms"]) > 0
 
 
 def test_generate(tmp_path, capsys):
