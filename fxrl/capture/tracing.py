@@ -220,6 +220,10 @@ def _is_replaced(function: Any) -> bool:
     return own and any(function is one for one in vars(torch.nn.functional).values())
 
 
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 class _Lowering(fx.Interpreter):
     """Runs a Dynamo graph under tracing, keeping what ATen alone would lose.
 
@@ -241,7 +245,11 @@ class _Lowering(fx.Interpreter):
             return self._infer(n)
         if self._detaches_nothing(n):
             return self.env[as_node(n.args[0])]
+        depth = functorch_depth()
         result = self._computed(n)
+        if functorch_depth() > depth and mode.differentiated and not mode.recording:
+            reason = "torch.func takes a derivative under no_grad, of which none is taken"
+            raise Refusal(reason, "take it with gradients, and detach it", n)
         if is_call(n, ENTER_AUTOCAST):  # what is cached of weights is no value of this trace
             torch.set_autocast_cache_enabled(False)
         if not mode.differentiated or n.op not in ("call_function", "call_method"):
@@ -295,8 +303,14 @@ class _Lowering(fx.Interpreter):
         if is_whole(n) or is_unseen(n):
             reason = "a call with a backward of its own is inside of torch.func's transforms"
             raise Refusal(reason, "differentiate what it is made of, or the loss outside of it", n)
+        given = [x for node in n.all_input_nodes for x in _tensors_in(self.env[node])]
+        versions = [tensor._version for tensor in given]
         with torch.set_grad_enabled(self._mode.recording):
-            return super().run_node(n)
+            result = super().run_node(n)
+        if [tensor._version for tensor in given] != versions:
+            reason = "a tensor is written into inside of torch.func's transforms"
+            raise Refusal(reason, "return a new tensor from it", n)
+        return result
 
     def _detaches_nothing(self, n: fx.Node) -> bool:
         """Whether ``x.detach()`` is x: it has no gradient, and nobody else reads its memory again.

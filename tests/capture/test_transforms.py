@@ -108,7 +108,22 @@ INSIDE: dict[str, Callable[[Along, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
+def written(x: Tensor) -> Tensor:
+    x = torch.tanh(x) * 1
+    x[:, 0] = 0
+    return x
+
+
+#: What a rewritten graph has no right derivative of.
+AS_WRITTEN: dict[str, Callable[[Along, Tensor], Tensor]] = {
+    "under no_grad": lambda f, x: f(
+        x + torch.no_grad()(torch.func.grad(lambda x: f(torch.tanh(x)).mean()))(x)
+    ),
+    "write": lambda f, x: torch.func.grad(lambda x: f(written(x)).mean())(x),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE | AS_WRITTEN)
 def test_torch_func_inside_the_loss_has_its_gradients_and_theirs(name: str) -> None:
     """They were zeros where a pass had rewritten the graph: it was traced without autograd."""
     torch.manual_seed(0)
@@ -121,12 +136,12 @@ def test_torch_func_inside_the_loss_has_its_gradients_and_theirs(name: str) -> N
             return scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
 
         hidden = model[0](ids)
-        return INSIDE[name](logps, hidden).square().sum() - logps(hidden).mean()
+        return (INSIDE | AS_WRITTEN)[name](logps, hidden).square().sum() - logps(hidden).mean()
 
     step = optimize(model, loss, Config(min_saved_bytes=0, on_miss="ignore"))
     for rows, length in ((2, 7), (3, 5)):
         assert_matches_eager(step, loss, model, torch.randint(0, 61, (rows, length)))
-    assert fused(step)
+    assert fused(step) == (name in INSIDE)
     assert torch._C._functorch.peek_interpreter_stack() is None
 
 
@@ -198,16 +213,73 @@ def test_a_second_derivative_is_refused_with_a_cure(passes: tuple[str, ...] | No
     assert_same(second[0], second[1])
 
 
-def with_a_penalty(model: nn.Module, batch: Any) -> Tensor:
-    loss = policy_loss(model, batch)
-    (gradient,) = torch.autograd.grad(loss, [model.mix.weight], create_graph=True)
-    return loss + gradient.square().sum()
+def scaled(model: nn.Module, batch: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    return lambda scale: policy_loss(model, batch | {"adv": batch["adv"] * scale}), ONE
 
 
-def test_a_loss_that_differentiates_its_gradient_is_run_as_written() -> None:
+def squared_grad(**options: Any) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        loss, leaf = policy_loss(model, batch), [model.mix.weight]
+        (gradient,) = torch.autograd.grad(loss, leaf, **options)
+        return loss + gradient.square().sum()
+
+    return loss
+
+
+ONE = torch.ones((), dtype=torch.float64)
+of = torch.autograd.functional
+TWICE: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "grad": squared_grad(create_graph=True),
+    "grad, told by a number": squared_grad(create_graph=1),
+    "vjp": lambda m, b: of.vjp(*scaled(m, b), ONE, create_graph=True)[1],
+    "jvp": lambda m, b: sum(of.jvp(*scaled(m, b), ONE)) + policy_loss(m, b),
+    "hvp": lambda m, b: sum(of.hvp(*scaled(m, b), ONE)) + policy_loss(m, b),
+    "hessian": lambda m, b: of.hessian(*scaled(m, b)) + policy_loss(m, b),
+    "jacobian": lambda m, b: of.jacobian(*scaled(m, b), True),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_loss_that_differentiates_its_gradient_is_run_as_written(name: str) -> None:
     model, batch = make_model(), fixed(make_batch())
-    step = optimize(model, with_a_penalty, QUIET)
-    assert_matches_eager(step, with_a_penalty, model, batch)
+    step = optimize(model, TWICE[name], QUIET)
+    assert_matches_eager(step, TWICE[name], model, batch)
     (missed,) = step.report.of_kind("missed")
     assert "run as written (the loss differentiates its gradient again" in missed.reason
     assert "in a step of its own" in missed.cure
+
+
+class OneOfTwo(torch.autograd.Function):
+    """Whose gradient depends on which of its outputs have one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 1, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        return first * 7 if second is None and first is not None else first
+
+
+def decided_by_size(model: nn.Module, batch: Any) -> Tensor:
+    with torch.set_grad_enabled(mode=len(batch["adv"]) < 3):
+        extra = policy_loss(model, batch)
+    with torch.inference_mode(mode=True):
+        kept = policy_loss(model, batch)
+    return policy_loss(model, batch) * kept.clone() + extra
+
+
+TOLD: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "which outputs have a gradient": lambda m, b: OneOfTwo.apply(policy_loss(m, b))[0],  # type: ignore[no-untyped-call]
+    "contexts by sizes": decided_by_size,
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_autograd_is_told_holds_in_the_graph(name: str) -> None:
+    model = make_model()
+    step = optimize(model, TOLD[name], QUIET)
+    for rows in (2, 4):
+        assert_matches_eager(step, TOLD[name], model, make_batch(rows))
+    assert captures(step)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -35,7 +36,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable, ListVariable
 from torch._dynamo.variables.misc import NullVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo.variables.torch import TorchCtxManagerClassVariable, TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxrl.capture._dynamo.frames import in_body
@@ -74,6 +75,7 @@ _TABLE: Any = vars(TensorVariable).get("tp_methods")
 _call_tensor = TensorVariable.call_method
 _make_range: Any = BuiltinVariable.call_range
 _call = TorchInGraphFunctionVariable.call_function
+_call_context = TorchCtxManagerClassVariable.call_function
 _METHODS = {torch.split: "split", torch.functional.split: "split", torch.chunk: "chunk"}
 _ASKS = (torch.isnan, torch.isinf, torch.isfinite)
 _MATH: dict[Any, Any] = {getattr(math, one.__name__): one for one in _ASKS} | {
@@ -341,6 +343,26 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     return args[0].realize().call_method(tx, method, [*args[1:]], kwargs)
 
 
+def _entered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``torch.set_grad_enabled(len(ids) < 8)``: Dynamo asks for a constant, by position, and would
+    give up all of the function. There is a graph for each answer; where data says, it ends."""
+    named = {name: _decided(tx, one) for name, one in kwargs.items()}
+    given = [_decided(tx, one) for one in args]
+    if self.value in (torch.set_grad_enabled, torch.inference_mode) and named.keys() == {"mode"}:
+        given.append(named.pop("mode"))
+    return _call_context(self, tx, given, named)
+
+
+def _decided(tx: Any, given: Any) -> Any:
+    given = given.realize()
+    if not isinstance(given, SymNodeVariable):
+        return given
+    if _known_when_run(given):
+        why = "data decides which context the step enters"
+        unimplemented(gb_type="context by data", context="", explanation=why, hints=[])
+    return ConstantVariable.create(given.evaluate_expr(tx.output))
+
+
 def _is_read_off(number: Any) -> bool:
     return isinstance(number.realize(), SymNodeVariable) and _known_when_run(number.realize())
 
@@ -520,4 +542,5 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (BuiltinVariable, "call_range", _range),
     (PolyfilledFunctionVariable, "call_function", _any_or_all),
     (NumpyVariable, "call_function", _averaged),
+    (TorchCtxManagerClassVariable, "call_function", _entered),
 ]

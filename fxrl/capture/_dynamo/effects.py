@@ -38,6 +38,7 @@ from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserMeth
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import (
+    AutogradFunctionContextVariable,
     AutogradFunctionVariable,
     DebuggingVariable,
     DeletedVariable,
@@ -242,12 +243,21 @@ def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _applied(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An ``autograd.Function`` inside of ``torch.func``'s transforms ends the graph: of what Dynamo
-    makes of its backward the derivative is another one."""
+    """An ``autograd.Function`` ends the graph inside of ``torch.func``'s transforms, as of what
+    Dynamo makes of its backward the derivative is another one, and where its backward is told which
+    of its outputs have no gradient, which are zeros in a graph."""
     if functorch_level() is not None:
-        why = "an autograd.Function is inside of torch.func's transforms"
-        unimplemented(gb_type="call_apply", context="", explanation=why, hints=[])
-    return _call_applied(self, tx, args, kwargs)
+        _end_at_function("an autograd.Function is inside of torch.func's transforms")
+    made = _call_applied(self, tx, args, kwargs)
+    if isinstance(made, TupleVariable) and len(made.items) > 1:
+        for kept, written in tx.output.side_effects.store_attr_mutations.items():
+            if isinstance(kept, AutogradFunctionContextVariable) and "materialize_grads" in written:
+                _end_at_function("the backward of an autograd.Function may get None")
+    return made
+
+
+def _end_at_function(why: str) -> None:
+    unimplemented(gb_type="call_apply", context="", explanation=why, hints=[])
 
 
 def _is_allowed(self: Any, item: Any) -> bool:

@@ -24,6 +24,7 @@ from torch._dynamo.variables import (
     ListVariable,
     LocalGeneratorObjectVariable,
     NNModuleVariable,
+    TensorVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
     UserDefinedClassVariable,
@@ -135,10 +136,9 @@ def _is_result(caller: Any) -> bool:
 
 def _call(self: Any, function: Any, args: Any, kwargs: Any) -> None:
     self.called = function  # for a graph that may end inside of it
-    if _keeps_derivative(function, args, kwargs):
+    if _differentiates_again(function, args, kwargs):
         raise Refusal(
-            "the loss differentiates its gradient again (create_graph=True): rewrites have no "
-            "second derivative",
+            "the loss differentiates its gradient again: rewrites have no second derivative",
             "take what is differentiated again in a step of its own, without fxrl",
         )
     if isinstance(getattr(function, "value", None), torch.nn.RNNBase):
@@ -151,12 +151,34 @@ def _call(self: Any, function: Any, args: Any, kwargs: Any) -> None:
     _call_function(self, function, args, kwargs)
 
 
-def _keeps_derivative(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is ``torch.autograd.grad``, and its result is differentiated."""
-    if getattr(function.realize(), "value", None) is not torch.autograd.grad:
+#: Which functions differentiate, by whether they do so twice of themselves.
+_DERIVATIVES: dict[Any, bool] = {
+    torch.Tensor.backward: False,
+    torch.autograd.backward: False,
+    torch.autograd.grad: False,
+    torch.autograd.functional.vjp: False,
+    torch.autograd.functional.jacobian: False,
+    torch.autograd.functional.jvp: True,
+    torch.autograd.functional.hvp: True,
+    torch.autograd.functional.vhp: True,
+    torch.autograd.functional.hessian: True,
+}
+_SIGNATURES = {function: inspect.signature(function) for function in _DERIVATIVES}
+
+
+def _differentiates_again(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call takes a derivative of a derivative, or one that may be differentiated."""
+    function = function.realize()
+    called = getattr(function, "value", None)
+    if isinstance(function, GetAttrVariable) and isinstance(function.obj, TensorVariable):
+        called, args = getattr(torch.Tensor, function.name, None), [function.obj, *args]
+    if not isinstance(called, FunctionType) or called not in _DERIVATIVES:
         return False
-    asked = kwargs.get("create_graph", args[4] if len(args) > 4 else None)
-    return asked is not None and asked.is_python_constant() and asked.as_python_constant() is True
+    if _DERIVATIVES[called]:
+        return True
+    asked = _SIGNATURES[called].bind_partial(*args, **kwargs).arguments.get("create_graph")
+    denied = asked is None or (asked.is_python_constant() and not asked.as_python_constant())
+    return not denied
 
 
 def _in_loop(self: Any) -> bool:
