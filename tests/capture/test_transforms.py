@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -175,6 +176,25 @@ def test_forward_mode_inside_the_loss_is_over_when_its_capture_has_failed() -> N
     for _ in range(2):
         assert_matches_eager(step, loss, model, ids)
     torch.func.jvp(torch.sin, (ids.double(),), (ids.double(),))
+
+
+def test_what_a_failed_trace_leaves_to_the_collector_sets_no_dispatch_keys() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(61, 8), Layer(), Layer(), Layer(), nn.Linear(8, 61)).double()
+
+    def loss(model: nn.Sequential, ids: Tensor) -> Tensor:
+        def logps(hidden: Tensor) -> Tensor:
+            return torch.log_softmax(model[1:](hidden)[:, :-1], -1).gather(-1, ids[:, 1:, None])
+
+        hidden = model[0](ids)
+        value, tangent = torch.func.jvp(logps, (hidden,), (torch.ones_like(hidden),))
+        return tangent.square().sum() - value.mean()
+
+    keys = torch._C._dispatch_tls_local_exclude_set().raw_repr()
+    step = optimize(model, loss, QUIET)
+    assert_matches_eager(step, loss, model, torch.randint(0, 61, (2, 7)))
+    gc.collect()
+    assert torch._C._dispatch_tls_local_exclude_set().raw_repr() == keys
 
 
 def test_a_mode_that_sees_each_op_sees_those_of_the_loss_as_written() -> None:

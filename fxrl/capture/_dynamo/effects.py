@@ -44,6 +44,7 @@ from torch._dynamo.variables.misc import (
     DeletedVariable,
     LoggingLoggerVariable,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint_sequential
 
 from fxrl.capture._dynamo.counters import note_written
@@ -305,7 +306,17 @@ def _may_be_filled(value: Any) -> bool:
     return isinstance(value, kinds) and may_be_filled(value.python_type())
 
 
+def _as_text(tensor: Any, *, tensor_contents: str | None = None) -> str:
+    """A tensor in an error's text. PyTorch leaves its guard of the dispatcher's keys to a frame,
+    and where no text can be made, as of a fake tensor inside of ``torch.func``'s transforms, the
+    exception keeps that: keys of another time would come back when it is collected."""
+    with torch.no_grad(), _disable_current_modes(), torch._C._DisableFuncTorch():
+        text: str = torch._tensor_str._str_intern(tensor, tensor_contents=tensor_contents)
+    return text
+
+
 REPLACED: list[tuple[Any, str, Any]] = [
+    (torch._tensor_str, "_str", _as_text),
     (CheckpointHigherOrderVariable, "_call_function", _checkpointed),
     (SideEffects, "check_allowed_side_effect", _is_allowed),
     (DebuggingVariable, "call_function", _print_later),
