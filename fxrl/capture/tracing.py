@@ -277,8 +277,7 @@ class _Lowering(fx.Interpreter):
         if n.op != "call_function" or (op is None and not is_unseen(n)):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        leaves = pytree.tree_leaves((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given = _tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
         recording = torch.set_grad_enabled(self._mode.recording)
         with recording, ToldAutograd() as told, Recorded() as inside:
@@ -303,7 +302,7 @@ class _Lowering(fx.Interpreter):
         if is_whole(n) or is_unseen(n):
             reason = "a call with a backward of its own is inside of torch.func's transforms"
             raise Refusal(reason, "differentiate what it is made of, or the loss outside of it", n)
-        given = [x for node in n.all_input_nodes for x in _tensors_in(self.env[node])]
+        given = _tensors_in([self.env[node] for node in n.all_input_nodes])
         versions = [tensor._version for tensor in given]
         with torch.set_grad_enabled(self._mode.recording):
             result = super().run_node(n)

@@ -40,9 +40,8 @@ class Capture:
     found: Any = None  # the graph that the planner saw: after the passes of ``FIND``
     rewritten: Rewritten | None = None  # output of the passes, if they ran
     kernels: dict[str, Any] = field(default_factory=dict)  # region id -> its kernels, owned here
-    heads_called: Callable[[], None] = lambda: (
-        None
-    )  # waits for its heads' kernels (``heads_ahead``)
+    # Waits for its heads' kernels (``heads_ahead``).
+    heads_called: Callable[[], None] = lambda: None
     running: bool = False  # whether the rewritten graph runs, and not the user's own
     body_rewrites: Sequence[tuple[str, str]] = ()  # ``(pass, site)`` of rewrites inside regions
     remarks: Report = field(default_factory=Report)  # on the capture; the passes' are elsewhere

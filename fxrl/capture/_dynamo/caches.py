@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.variables import (
@@ -28,7 +27,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fxrl.capture._dynamo.frames import in_body
+from fxrl.capture._dynamo.frames import end_graph, in_body
 from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
 from fxrl.capture._dynamo.reads import LITERALS, Read
 from fxrl.capture._torch import never_captured
@@ -116,8 +115,7 @@ def _what_is_read(tx: Any, cached: Any, given: Iterable[Any]) -> Read:
 
 def _end_graph(cached: Any, why: str) -> None:
     name = getattr(cached, "__qualname__", "a function")
-    explanation = f"{name} is cached, and {why}"
-    unimplemented(gb_type="cached function", context="", explanation=explanation, hints=[])
+    end_graph("cached function", f"{name} is cached, and {why}")
 
 
 class _Behind:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -39,7 +38,7 @@ from torch._dynamo.variables.misc import NullVariable
 from torch._dynamo.variables.torch import TorchCtxManagerClassVariable, TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fxrl.capture._dynamo.frames import in_body
+from fxrl.capture._dynamo.frames import end_graph, in_body
 from fxrl.capture._dynamo.later import Later, Listed
 from fxrl.capture._dynamo.objects import told_apart
 from fxrl.capture._torch import dynamo_config
@@ -358,8 +357,7 @@ def _decided(tx: Any, given: Any) -> Any:
     if not isinstance(given, SymNodeVariable):
         return given
     if _known_when_run(given):
-        why = "data decides which context the step enters"
-        unimplemented(gb_type="context by data", context="", explanation=why, hints=[])
+        end_graph("context by data", "data decides which context the step enters")
     return ConstantVariable.create(given.evaluate_expr(tx.output))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.exc import raise_observed_exception, unimplemented
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource
@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint_sequential
 
 from fxrl.capture._dynamo.counters import note_written
-from fxrl.capture._dynamo.frames import in_body
+from fxrl.capture._dynamo.frames import end_graph, in_body
 from fxrl.capture._dynamo.guarding import guard_that
 from fxrl.capture._dynamo.hooks import end_of_graph
 from fxrl.capture._dynamo.kept import PRINTED, forget_bounds
@@ -248,17 +248,13 @@ def _applied(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     Dynamo makes of its backward the derivative is another one, and where its backward is told which
     of its outputs have no gradient, which are zeros in a graph."""
     if functorch_level() is not None:
-        _end_at_function("an autograd.Function is inside of torch.func's transforms")
+        end_graph("call_apply", "an autograd.Function is inside of torch.func's transforms")
     made = _call_applied(self, tx, args, kwargs)
     if isinstance(made, TupleVariable) and len(made.items) > 1:
         for kept, written in tx.output.side_effects.store_attr_mutations.items():
             if isinstance(kept, AutogradFunctionContextVariable) and "materialize_grads" in written:
-                _end_at_function("the backward of an autograd.Function may get None")
+                end_graph("call_apply", "the backward of an autograd.Function may get None")
     return made
-
-
-def _end_at_function(why: str) -> None:
-    unimplemented(gb_type="call_apply", context="", explanation=why, hints=[])
 
 
 def _is_allowed(self: Any, item: Any) -> bool:

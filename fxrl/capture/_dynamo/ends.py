@@ -17,7 +17,6 @@ import torch
 import torch._dynamo.polyfills.builtins
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
     ConstantVariable,
     GetAttrVariable,
@@ -33,7 +32,7 @@ from torch._dynamo.variables import (
 )
 
 from fxrl.capture._dynamo.data import is_subscript
-from fxrl.capture._dynamo.frames import callers
+from fxrl.capture._dynamo.frames import callers, end_graph
 from fxrl.ir.remark import Refusal
 
 _tracer: Any = torch._dynamo.symbolic_convert
@@ -142,12 +141,8 @@ def _call(self: Any, function: Any, args: Any, kwargs: Any) -> None:
             "take what is differentiated again in a step of its own, without fxrl",
         )
     if isinstance(getattr(function, "value", None), torch.nn.RNNBase):
-        unimplemented(
-            gb_type="a recurrent layer runs as one call",
-            context="",
-            explanation="traced, it would be a graph for each length of sequences",
-            hints=[],
-        )
+        why = "traced, it would be a graph for each length of sequences"
+        end_graph("a recurrent layer runs as one call", why)
     _call_function(self, function, args, kwargs)
 
 
@@ -338,7 +333,7 @@ def _end_at_checkpoint(self: Any, instruction: Any) -> None:
     """The rest of a function that is called is left out, unless its caller is amid an expression:
     torch 2.11 then goes on there with its locals shifted. The graph ends at the call instead."""
     if self.parent is not None and self.parent.stack:
-        unimplemented(gb_type="step_unsupported", context="", explanation="", hints=[])
+        end_graph("step_unsupported", "")
     _leave_rest_out(self, instruction)
 
 

@@ -1,9 +1,11 @@
-"""Which functions are traced, one called by the other."""
+"""Which functions are traced, one called by the other, and where their graph ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
+
+from torch._dynamo.exc import unimplemented
 
 
 def callers(translator: Any) -> Iterator[Any]:
@@ -18,3 +20,8 @@ def in_body(translator: Any) -> bool:
     return translator.output.current_tracer.parent is not None or any(
         "_trace_first" in one.f_code.co_name for one in callers(translator)
     )
+
+
+def end_graph(kind: str, why: str) -> NoReturn:
+    """The graph ends at what is traced now, of this kind."""
+    unimplemented(gb_type=kind, context="", explanation=why, hints=[])

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented  # ends the graph
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import ConstantVariable, ConstDictVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import ValueMutationNew
 
+from fxrl.capture._dynamo.frames import end_graph
 from fxrl.capture._torch import RestartAnalysis, TableOfHooks, hooks_of_trace
 
 _Module = torch.nn.Module
@@ -65,7 +65,7 @@ def make_handle(tx: Any, hooks: Any, extra_dict: Any = None) -> Any:
     known = [id(table.own) for table in hooks_of_trace(tx.output).values()]
     if not all(id(table) in known for table in tables):
         why = "a hook is registered as the step runs; register it before, and keep it"
-        unimplemented(gb_type="register_hook()", context="", explanation=why, hints=[])
+        end_graph("register_hook()", why)
     source = AttrSource(tx.import_source(__name__), _Handle.__name__)
     given = [ConstantVariable.create(next(_KEYS)), *tables]
     return UserDefinedClassVariable(_Handle, source=source).call_function(tx, given, {})

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented  # ends the graph
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource
 from torch._dynamo.variables import (
@@ -35,7 +34,7 @@ from torch._dynamo.variables.lists import DequeVariable, ListVariable, SizeVaria
 from torch._dynamo.variables.misc import StringFormatVariable
 
 from fxrl.capture._dynamo.counters import counted, place_of_source
-from fxrl.capture._dynamo.frames import in_body
+from fxrl.capture._dynamo.frames import end_graph, in_body
 from fxrl.capture._dynamo.guarding import guard_by
 from fxrl.capture._dynamo.later import Later
 from fxrl.capture._torch import STEP, variations
@@ -210,7 +209,7 @@ def _built(self: Any, value: Any) -> Any:
     if (why := _ever_another(self.tx.output.root_tx, self.source, value)) is not None:
         if is_traced:
             return VariableTracker(source=self.source)  # code behind the graph is handed it
-        unimplemented(gb_type="left to Python", context="", explanation=why, hints=[])
+        end_graph("left to Python", why)
     built = _wrap(self, value)
     if type(value) not in _LISTS or is_traced:
         return built

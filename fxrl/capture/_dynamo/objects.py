@@ -32,7 +32,6 @@ import torch
 from torch._dynamo.exc import (
     ObservedAttributeError,
     raise_observed_exception,  # what traced code would raise here, for it to catch
-    unimplemented,  # ends the graph
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import (
@@ -77,6 +76,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import is_typeddict
 
 from fxrl.capture._dynamo.caches import computed_once
+from fxrl.capture._dynamo.frames import end_graph
 from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
 from fxrl.capture._dynamo.hooks import is_hooked, make_handle, table_of
 from fxrl.capture._torch import GETATTRS, global_hooks, handed_in_trace
@@ -146,7 +146,7 @@ def _compare(translator: Any, instruction: Any) -> None:
     of_layer = {node.target is feeds for node in tensors if node.graph is tensors[0].graph}
     if asked and len(of_layer) == 2:
         why = "a layer asks whether its argument is a tensor that it has by itself"
-        unimplemented(gb_type="is", context="", explanation=why, hints=[])
+        end_graph("is", why)
     left, right = sides
     if left.source and right.source and left is not right and instruction.opname == "IS_OP":
         guard_by(lambda own, other: f"{other} is not {own}", left.source, right.source)
@@ -441,12 +441,7 @@ def _registered_as_then(token: object, asked: dict[Any, bool]) -> bool:
 
 
 def _end_here(why: str) -> NoReturn:
-    unimplemented(
-        gb_type="isinstance() of a class that says itself what it has for instances",
-        context="",
-        explanation=why,
-        hints=[],
-    )
+    end_graph("isinstance() of a class that says itself what it has for instances", why)
 
 
 def _says_itself(kind: Any) -> bool:
