@@ -7,15 +7,14 @@ with a scale for each head) runs what was derived from.
 
 NOTE [Where the kernel runs unasked]
 Completions of a prompt are what a rollout decodes, and their prompt's keys are read once for
-several of them. Inside vLLM, with Qwen3-8B's heads on an H200, 256 sequences, 8 of each prompt of
-512 tokens: 11.6 ms a step that had been 14.1 with FlashAttention 3, in FP8 with an FP8 cache 8.2
-that had been 11.1; 5.7 and 7.1 with 128, 4.9 and 5.4 with 64 (the kernel is 7 to 12 us a layer
-faster since). Where no two sequences begin alike it took 0.66 to 1.03 of FlashAttention 3's time
-for up to 512 sequences with those heads; with Qwen3-1.7B's 0.84 to 0.98 for 1 to 128 sequences
-(``bench.decode_kernels``), but 1.14 for 140 of 1000 tokens, 1.1 for 64 mixed ones of up to 6350 and
-for one of 32768. So ``"auto"`` takes it on Hopper, for steps of up to ``AUTO_ROWS`` sequences of
-engines with contexts of up to ``AUTO_CONTEXT``; all else is vLLM's. Near both limits at once it was
-not timed.
+several of them: 0.47 to 0.52 of FlashAttention 3's time for 64 to 256 sequences, 8 of each prompt,
+on an H200. Inside vLLM, with Qwen3-8B's shape in FP8 with an FP8 cache, 7.7 ms a step of 256
+sequences that had been 11.2, 5.3 and 7.1 with 128, 4.5 and 5.5 with 64. Where no two sequences
+begin alike it took 0.27 to 0.96 of FlashAttention 3's time (``bench.decode_kernels``), but 1.05 to
+1.07 for 140 of 1000 tokens, for 16 of 32768 and for 4 of 8000 with Qwen3-8B's heads, and 1.07 to
+1.28 for one of 32768. So ``"auto"`` takes it on Hopper, for steps of up to ``AUTO_ROWS`` sequences
+of engines with contexts of up to ``AUTO_CONTEXT``; all else is vLLM's. Near both limits at once it
+was not timed.
 
 It is registered in FlashAttention's own place then, which vLLM's registry allows: vLLM goes on
 choosing by itself, and a model for which it chooses another backend (MLA, sinks, head sizes) never
