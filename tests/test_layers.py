@@ -1,9 +1,10 @@
 """Imports go one way; this file is the architecture diagram.
 
 A layer may import itself and the layers on its right-hand side below; ``errors``, ``options``,
-``dtypes``, ``config``, ``files`` and ``distributed`` import nothing of fxrl but each other. Doors:
-``triton`` only under ``fxrl/kernels/``, ``vllm`` only in ``fxrl/engines/vllm/door.py``, private
-torch (``torch._dynamo``, ``torch._C``, ...) only in the doors named below.
+``dtypes``, ``config``, ``files``, ``scoped`` and ``distributed`` import nothing of fxrl but each
+other. Doors: ``triton`` only under ``fxrl/kernels/``, ``vllm`` only in
+``fxrl/engines/vllm/door.py``, private torch (``torch._dynamo``, ``torch._C``, ...) only in the
+doors named below.
 """
 
 import ast
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BASE = {"errors", "options", "dtypes", "config"}
+BASE = {"errors", "options", "dtypes", "config", "scoped"}
 LAYERS = {
     "errors": set(),
     "options": {"errors"},
     "dtypes": set(),
     "config": {"errors", "options"},
     "files": {"errors"},
+    "scoped": set(),
     "distributed": {"errors", "dtypes"},
     "ir": BASE,
     "analysis": BASE | {"ir"},

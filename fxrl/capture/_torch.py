@@ -58,6 +58,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
 from fxrl.ir.graph import fake_mode_of, memory_like
+from fxrl.scoped import swapped
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
 saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # the pair in force, if any
@@ -89,19 +90,6 @@ _GLOBAL_HOOKS = [hooks for name, hooks in vars(torch.nn.modules.module).items() 
 #: How Dynamo reads an attribute of a traced object; the second from torch 2.15 on.
 GETATTRS = ("var_getattr", "tp_getattro_impl")
 # fmt: on
-
-
-@contextmanager
-def swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, attributes of a module, a class or an object are others."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def try_again(code: CodeType) -> None:

@@ -42,7 +42,6 @@ from fxrl.capture._torch import (
     leave_transforms,
     method_replaced,
     reset_code,
-    swapped,
     try_again,
     why_anew,
 )
@@ -66,6 +65,7 @@ from fxrl.ir.on_miss import illegal_misses, open_misses
 from fxrl.ir.plan import TileHead
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
 from fxrl.ir.source import source_of_trace
+from fxrl.scoped import swapped
 
 _SETTINGS: dict[str, Any] = {
     "recompile_limit": 64,  # code shared by many models, such as a library's forward

@@ -29,8 +29,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition as
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fxrl.capture._torch import FakeTensorMode, swapped
+from fxrl.capture._torch import FakeTensorMode
 from fxrl.ir.graph import Size, inputs_of
+from fxrl.scoped import swapped
 
 functorch_config: Any = torch._functorch.config  # .patch: how min-cut weighs, for the time of a call
 without_autocast: Any = torch._C._DisableAutocast  # a context: a lowered graph already holds its casts

@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxrl.capture import quick_fakes
-from fxrl.capture._torch import swapped
 from fxrl.compile._torch import new_size
+from fxrl.scoped import swapped
 
 aten, prims = torch.ops.aten, torch.ops.prims
 ((_, _, DISPATCH),) = quick_fakes.REPLACED

@@ -34,8 +34,6 @@ def vllm_process():
     with pytest.MonkeyPatch.context() as patch, eager_torch():
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        # It asks a model's class in a process that imports all anew; here it is loaded anyhow.
-        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda ask: ask())
         yield patch
 
 

@@ -93,15 +93,14 @@ class VllmEngine:
         )
         self.ledger.before_load()
         attention = door.attention(self.options, symbols.device)
-        with attention, door.layers(self.options, symbols) as settled:
+        warm_up = door.warm_up(self.options, symbols)
+        with attention, warm_up, door.layers(self.options, symbols) as settled:
             llm = build_llm(
                 symbols, settled, self.model_path, seed, self.ledger,
                 door.WORKER, door.newest_worker,
             )  # fmt: skip
         self._handle = VllmHandle(llm, symbols, ranks, self.options.max_lora_rank)
         built.append(self._handle)
-        if self.options.fused_sampler and on_gpu and ranks == 1:
-            door.use_fused_sampler(self._handle.worker.model_runner)
         door.use_decode_steps(symbols, self.options, llm)
         self.ledger.loaded()
         self.timings: dict[str, float] = {}

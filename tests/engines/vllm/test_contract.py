@@ -6,6 +6,7 @@ show is in ``test_vllm_gpu.py``.)
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,44 @@ def test_what_a_step_draws_has_these_fields():
     assert known >= {"request_id", "new_token_ids", "new_logprobs", "finish_reason"}
     assert {str(reason) for reason in FinishReason} >= {"stop", "length", "repetition", "abort"}
     assert "internal" in inspect.signature(LLMEngine.abort_request).parameters
+
+
+def test_a_models_class_is_looked_at_in_this_process(monkeypatch):
+    import vllm
+    from vllm.model_executor.models import registry
+
+    from fxrl.engines import VllmOptions
+    from fxrl.engines.vllm import door
+
+    def elsewhere(look):
+        raise AssertionError("another process imports vLLM")
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", elsewhere)
+    lazy = registry.ModelRegistry.models["Qwen3ForCausalLM"]
+    monkeypatch.setattr(type(lazy), "_load_modelinfo_from_cache", lambda *_: None)
+    monkeypatch.setattr(type(lazy), "_save_modelinfo_to_cache", lambda *_: None)
+    with door.warm_up(VllmOptions(), SimpleNamespace(module=vllm, device="cpu")):
+        assert lazy.inspect_model_cls().architecture == "Qwen3ForCausalLM"
+    with pytest.raises(AssertionError, match="another process"):
+        lazy.inspect_model_cls()
+
+
+def test_an_engine_warms_up_with_what_rollouts_ask():
+    import vllm
+    from vllm.v1.worker.gpu import warmup
+
+    from fxrl.engines import VllmOptions
+    from fxrl.engines.vllm import door
+    from fxrl.engines.vllm.sampler import is_plain
+
+    def asked():
+        return warmup.SamplingParams.for_sampler_warmup()
+
+    assert not is_plain(asked(), vllm.SamplingParams(), 1000)
+    with door.warm_up(VllmOptions(), SimpleNamespace(module=vllm, device="cuda")):
+        assert is_plain(asked(), vllm.SamplingParams(), 1000)
+        assert warmup.SamplingParams(temperature=0.0).temperature == 0
+    assert warmup.SamplingParams is vllm.SamplingParams
 
 
 def test_engine_arguments_are_fields():

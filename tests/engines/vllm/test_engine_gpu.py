@@ -50,6 +50,19 @@ def prompts(seed, count=32):
     return [[draw.randrange(3, 300) for _ in range(draw.randrange(20, 60))] for _ in range(count)]
 
 
+def test_the_first_rollout_compiles_nothing(engine, monkeypatch):
+    import triton
+
+    compiled = []
+
+    def note(*, fn, **_):
+        compiled.append(fn.name)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    engine.generate(prompts(0, count=256), SamplingParams(max_tokens=4))
+    assert not compiled
+
+
 def test_the_cache_is_what_can_be_used(engine):
     config = engine._handle.engine.vllm_config.cache_config
     assert config.num_gpu_blocks == 256 * (4096 // config.block_size) + 1
