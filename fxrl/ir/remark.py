@@ -7,7 +7,7 @@ table) is for people, ``to_json`` (one object per line) is for tools.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -99,13 +99,11 @@ class Report(Readable):
         return Report(tuple(map(of, self.remarks)))
 
     def folded(self) -> tuple[Remark, ...]:
-        """The remarks as people read them: ``settled``, and those that say the same of many sites
-        as one."""
-        groups: dict[tuple[str, ...], list[Remark]] = {}
-        for one in self.settled().remarks:
-            key = (one.kind, one.pass_name, one.reason, one.cure)
-            groups.setdefault(key, []).append(one)
-        return tuple(map(_together, groups.values()))
+        """The remarks as people read them: ``settled``, and as one what several passes say of a
+        site in the same words, or one of many sites."""
+        sites = _grouped(self.settled().remarks, lambda one: (one.site, one.source))
+        passes = _grouped(map(_of_passes, sites), lambda one: (one.pass_name,))
+        return tuple(map(_of_sites, passes))
 
     @property
     def saved_bytes(self) -> int:
@@ -126,15 +124,17 @@ class Report(Readable):
         if not self.remarks:
             yield cell(_EMPTY)
             return
+        folded = Report(self.folded())
         if options.max_width < _NARROW:
-            yield from _blocks(self.folded())
+            yield from _blocks(folded.remarks)
         else:
-            yield _table(self.folded())
+            yield _table(folded.remarks)
         yield cell("")
         yield cell(f"predicted to save {format_bytes(self.saved_bytes)} at the peak", "bold")
-        settled = self.settled()
-        counts = (f"{len(settled.of_kind(kind))} {kind}" for kind in RemarkKind)
-        yield cell(f"{len(self.remarks)} remarks: {', '.join(counts)}")
+        counts = (f"{len(folded.of_kind(kind))} {kind}" for kind in RemarkKind)
+        told = len(folded.remarks)
+        alike = f" in {told} entries" if told < len(self.remarks) else ""
+        yield cell(f"{len(self.remarks)} remarks{alike}: {', '.join(counts)}")
 
     def table(self, width: int | None = None) -> str:
         """The table as plain text, ``width`` columns wide (``None``: as the terminal)."""
@@ -144,7 +144,22 @@ class Report(Readable):
         return self.table()
 
 
-def _together(remarks: list[Remark]) -> Remark:
+def _grouped(
+    remarks: Iterable[Remark], alike: Callable[[Remark], tuple[str, ...]]
+) -> Iterable[list[Remark]]:
+    """Those of the same words that are ``alike``, too."""
+    groups: dict[tuple[str, ...], list[Remark]] = {}
+    for one in remarks:
+        groups.setdefault((one.kind, one.reason, one.cure, *alike(one)), []).append(one)
+    return groups.values()
+
+
+def _of_passes(remarks: list[Remark]) -> Remark:
+    names = ", ".join(dict.fromkeys(one.pass_name for one in remarks))
+    return replace(remarks[0], pass_name=names, saved_bytes=max(r.saved_bytes for r in remarks))
+
+
+def _of_sites(remarks: list[Remark]) -> Remark:
     first, last = remarks[0], remarks[-1]
     if len(remarks) == 1:
         return first
@@ -157,7 +172,7 @@ def _table(remarks: Iterable[Remark]) -> Table:
     table = open_table(*columns, right=("saved",), fixed=("pass", "verdict", "saved"))
     for remark in remarks:
         table.add_row(
-            cell(remark.pass_name),
+            cell(remark.pass_name.replace(", ", ",\n")),
             cell(remark.site),
             cell(remark.source, "dim"),
             cell(remark.kind, _STYLES[remark.kind]),

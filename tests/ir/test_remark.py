@@ -58,6 +58,28 @@ predicted to save 28.00 GiB at the peak
     )
 
 
+def test_what_is_said_in_the_same_words_is_told_once():
+    small = {"reason": "below min_saved_bytes=32 MiB", "source": "a.py:7"}
+    said = [
+        *(Remark("missed", name, "0:mm", saved_bytes=7, **small) for name in ("fuse", "chunk")),
+        *(Remark("analysis", "noops", f"0:view_{i}", reason="left out") for i in range(3)),
+        Remark("missed", "fuse", "1:mm", **small),
+    ]
+    assert_expected_inline(
+        Report.of(said).table(width=100),
+        """\
+pass    site                   source   verdict    saved   reason and cure
+---------------------------------------------------------------------------------------
+fuse,   0:mm                   a.py:7   missed     (7 B)   below min_saved_bytes=32 MiB
+chunk
+noops   0:view_0 to 0:view_2            analysis           left out
+fuse    1:mm                   a.py:7   missed             below min_saved_bytes=32 MiB
+
+predicted to save 0 B at the peak
+6 remarks in 3 entries: 0 applied, 2 missed, 1 analysis""",
+    )
+
+
 def test_in_few_columns_every_part_has_lines_of_its_own():
     assert_expected_inline(
         REPORT.table(width=72),
