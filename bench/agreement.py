@@ -45,6 +45,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ ENGINES = {
     "vllm bf16": {"dtype": "bfloat16"},
     "vllm bf16, fp32 head": {"dtype": "bfloat16", "fp32_head": True},
     "vllm fp16": {"dtype": "float16"},
+    "vllm fp8": {"dtype": "bfloat16", "quantization": "fp8_per_channel"},
 }
 PAIRS = (
     ("hf bf16", "hf fp32"),
@@ -82,6 +84,9 @@ PAIRS = (
     ("hf fp16", "hf fp32"),
     ("vllm fp16", "hf fp32"),
     ("vllm fp16", "hf fp16"),
+    ("vllm fp8", "hf bf16"),
+    ("vllm fp8", "fxrl bf16, fp8 weights"),
+    ("vllm fp8", "fxrl bf16, fp8"),
 )
 
 
@@ -96,6 +101,8 @@ def main() -> None:
         "every variant has the same weights, rounded to bf16; tokens drawn at temperature 1",
         "fp32 head: the head's product of bf16 operands stays in fp32 and is not rounded to bf16",
         "1 ulp: embeddings of the fp32 model multiplied by 1 +- 2^-9 at random",
+        "vllm fp8: weights by row and rows in FP8; fxrl fp8 weights: these widened, rows in bf16; "
+        "fxrl fp8: rows in FP8, too",
     ]
     results = common.results(args, "Agreement of log-probs", COLUMNS, notes)
     for model in args.models:
@@ -129,8 +136,8 @@ def _compare(args: argparse.Namespace, results: Any, model: str, folder: Path) -
     drawn = {engine: found["tokens"] for engine, found in sampled.items()}
     drawn = drawn or {"": _random_tokens(path, args.prompts, args.tokens)}
     for engine, tokens in drawn.items():
-        reference = _HuggingFace(path, args.device, prompts, tokens)
-        values = {name: reference.logps(name) for name in _HuggingFace.VARIANTS}
+        reference = _Trainer(path, args.device, prompts, tokens)
+        values = {name: reference.logps(name) for name in _Trainer.VARIANTS}
         if engine:
             values[engine] = [p for row in sampled[engine]["logps"] for p in row]
         for left, right in PAIRS:
@@ -156,10 +163,18 @@ def _difference(left: list[float], right: list[float]) -> dict[str, float]:
     }
 
 
-class _HuggingFace:
+class _Trainer:
     """Log-probs of given tokens under one checkpoint, by one full forward per sequence."""
 
-    VARIANTS = ("hf fp32", "hf fp32, 1 ulp", "hf bf16", "hf bf16, fp32 head", "hf fp16")
+    VARIANTS = (
+        "hf fp32",
+        "hf fp32, 1 ulp",
+        "hf bf16",
+        "hf bf16, fp32 head",
+        "hf fp16",
+        "fxrl bf16, fp8 weights",
+        "fxrl bf16, fp8",
+    )
 
     def __init__(
         self, path: Path, device: str, prompts: list[list[int]], tokens: list[list[int]]
@@ -170,12 +185,30 @@ class _HuggingFace:
 
     def logps(self, variant: str) -> list[float]:
         import torch
+
+        logits_of = self._forward(variant)
+        found: list[float] = []
+        stds = []
+        with torch.no_grad():
+            for prompt, tokens in zip(self._prompts, self._tokens, strict=True):
+                ids = torch.tensor([prompt + tokens], device=self._device)
+                logits = logits_of(ids)[0, len(prompt) - 1 : -1].float()
+                stds.append(float(logits.std(-1).mean()))
+                logps = torch.log_softmax(logits, -1)
+                found += logps.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        if variant == self.VARIANTS[0]:
+            self.logit_std = sum(stds) / len(stds)
+        return found
+
+    def _forward(self, variant: str) -> Callable[[Any], Any]:
+        """From ids to logits."""
+        import torch
         from transformers import AutoModelForCausalLM
 
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        dtype = dtypes[variant[3:7]]
+        dtype = dtypes[variant.split(" ")[1].rstrip(",")]
         model = AutoModelForCausalLM.from_pretrained(self._path, dtype=dtype).to(self._device)
-        model.eval()
+        model.eval().requires_grad_(False)
         if "1 ulp" in variant:
             model.get_input_embeddings().register_forward_hook(_disturb)
         if "fp32 head" in variant:
@@ -183,17 +216,16 @@ class _HuggingFace:
             head = model.get_output_embeddings()
             weight = head.weight.detach().float()
             head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), weight)
-        found: list[float] = []
-        stds = []
-        with torch.no_grad():
-            for prompt, tokens in zip(self._prompts, self._tokens, strict=True):
-                ids = torch.tensor([prompt + tokens], device=self._device)
-                logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-                stds.append(float(logits.std(-1).mean()))
-                logps = torch.log_softmax(logits, -1)
-                found += logps.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
-        self.logit_std = sum(stds) / len(stds)
-        return found
+        if "fp8" in variant:
+            import fxrl
+            from fxrl.models import quantize
+
+            quantize(model, "fp8")
+            if "fp8 weights" not in variant:
+                options = {"fp8-lora": {"only_faster": False}}
+                config = fxrl.Config(precision="fp8", pass_options=options, on_miss="error")
+                return fxrl.optimize(model, lambda m, ids: m(input_ids=ids).logits, config)
+        return lambda ids: model(input_ids=ids).logits
 
 
 def _disturb(module: Any, inputs: Any, output: Any) -> Any:
@@ -280,6 +312,7 @@ def _sample(task: dict[str, Any]) -> None:
         model=task["path"],
         skip_tokenizer_init=True,
         dtype=task["dtype"],
+        quantization=task.get("quantization"),
         max_model_len=512,
         max_num_seqs=64,
         enforce_eager=on_cpu or task["eager"],
