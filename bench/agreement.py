@@ -41,6 +41,7 @@ gets to 0.004 (as Qi et al. 2025, arXiv:2510.26788, found for training).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -186,22 +187,22 @@ class _Trainer:
     def logps(self, variant: str) -> list[float]:
         import torch
 
-        logits_of = self._forward(variant)
+        score = self._scorer(variant)
         found: list[float] = []
         stds = []
         with torch.no_grad():
             for prompt, tokens in zip(self._prompts, self._tokens, strict=True):
                 ids = torch.tensor([prompt + tokens], device=self._device)
-                logits = logits_of(ids)[0, len(prompt) - 1 : -1].float()
-                stds.append(float(logits.std(-1).mean()))
-                logps = torch.log_softmax(logits, -1)
-                found += logps.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+                logps, std = (scored[0, len(prompt) - 1 :] for scored in score(ids))
+                stds.append(float(std.mean()))
+                found += logps.tolist()
         if variant == self.VARIANTS[0]:
             self.logit_std = sum(stds) / len(stds)
         return found
 
-    def _forward(self, variant: str) -> Callable[[Any], Any]:
-        """From ids to logits."""
+    def _scorer(self, variant: str) -> Callable[[Any], Any]:
+        """From ids [1, T] to the log-probs [1, T - 1] of those behind the first, and the logits'
+        standard deviations."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -223,9 +224,19 @@ class _Trainer:
             quantize(model, "fp8")
             if "fp8 weights" not in variant:
                 options = {"fp8-lora": {"only_faster": False}}
-                config = fxrl.Config(precision="fp8", pass_options=options, on_miss="error")
-                return fxrl.optimize(model, lambda m, ids: m(input_ids=ids).logits, config)
-        return lambda ids: model(input_ids=ids).logits
+                config = fxrl.Config(
+                    on_miss="error", min_saved_bytes=0, precision="fp8", pass_options=options
+                )
+                return fxrl.optimize(model, _score, config)
+        return functools.partial(_score, model)
+
+
+def _score(model: Any, ids: Any) -> Any:
+    import torch
+
+    logits = model(input_ids=ids).logits[:, :-1].float()
+    logps = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+    return logps, logits.std(-1)
 
 
 def _disturb(module: Any, inputs: Any, output: Any) -> Any:

@@ -54,8 +54,12 @@ from fxrl.ir.graph import (
     hint,
     inputs_of,
     is_call,
+    is_pointwise,
     is_same,
+    is_tensor,
+    is_view,
     needs_grad,
+    reached,
     shape_of,
     tensor_val,
     val_of,
@@ -118,7 +122,8 @@ class Fp8Lora(Pass[FrozenProduct]):
             dtype) with the weight widened a tile at a time; that always where scales are by block.
         wide_gradients: module paths, or parts of them, whose rows' gradient is as ``"bf16"`` says.
         skip: module paths, or parts of them, that stay; ``*`` stands for anything.
-        heads: take what a softmax or a choice reads, too: a loss head, a router.
+        heads: take what a softmax or a choice reads, too: a loss head, a router; or what a graph
+            hands out as it is, to a loss behind a graph break or to the caller.
         least_values: entries of a weight below which it stays.
         error_limit: a weight's error in FP8 (``QuantizeWeight.error``) above which it stays. That
             of rounding alone is 0.026; more means that values under one scale lie far apart. With
@@ -187,12 +192,12 @@ class Fp8Lora(Pass[FrozenProduct]):
             if self.no_fp8:
                 yield Miss(site.anchor, Refusal(f"every product stays as it is: {self.no_fp8}"))
                 return
-            if self.heads or not feeds_class_op(site.product):
+            if self.heads or not _is_head(site):
                 yield site
 
     def planned(self, site: FrozenProduct, plan: Plan) -> Choice | None:
         """What it says; of a head it tells why others leave it, which is no reason here."""
-        return None if feeds_class_op(site.product) else plan.choices.get(site.name)
+        return None if _is_head(site) else plan.choices.get(site.name)
 
     # -- whether
     def decide(self, site: FrozenProduct) -> Choice:
@@ -271,6 +276,22 @@ class Fp8Lora(Pass[FrozenProduct]):
 
 
 # ---------------------------------------------------------------------------- what there is
+def _is_head(site: FrozenProduct) -> bool:
+    """Whether a product's values are scores: of classes, read by a softmax or a choice here, or
+    handed out of the graph as they are, to a loss behind a graph break or the caller."""
+    if feeds_class_op(site.product):
+        return True
+    seen = reached([site.product], lambda node: filter(_hands_on, node.users))
+    return not site.path and any(user.op == "output" for node in seen for user in node.users)
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether a call gives each value of its only tensor on: laid out, cast or scaled."""
+    if is_view(node) or is_call(node, *COPIES):
+        return True
+    return is_pointwise(node) and sum(map(is_tensor, node.all_input_nodes)) == 1
+
+
 def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
     """Every product with a 2-D input, but an adapter's: with a narrow one that is trained."""
     for path, graph in _graphs(gm, ()):

@@ -296,11 +296,19 @@ def test_trained_weights_stay_and_adapters_are_no_linears():
     )
 
 
+def scored(logits):
+    return -torch.log_softmax(logits, -1)[:, 0].sum()
+
+
+def handed_out(logits):
+    return logits.t().float() / 0.9
+
+
+@pytest.mark.parametrize("end", [scored, handed_out])
 @pytest.mark.parametrize("heads", [False, True])
-def test_heads_and_routers_stay_unless_asked(heads):
+def test_heads_and_routers_stay_unless_asked(heads, end):
     def loss(x, w, head):
-        hidden = F.linear(x, w)
-        return -torch.log_softmax(F.linear(hidden, head), -1)[:, 0].sum()
+        return end(F.linear(F.linear(x, w), head))
 
     gm, _ = linears(loss, (5, 32), (48, 32), (64, 48))
     report = Fp8Lora(heads=heads).run(gm)
