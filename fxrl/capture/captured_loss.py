@@ -201,6 +201,8 @@ class CapturedLoss:
             self._way[_kind(batch)] = way
         if failure is not None:
             self._note_failure(failure, way)
+            # It has this frame and the callers', whose losses would wait for the collector.
+            del failure
         return result
 
     def _as_written_after(self, failed: CheckFailedError, batch: Any) -> Any:
@@ -280,12 +282,11 @@ class CapturedLoss:
                 leave_transforms()
                 if _skipped() > skipped:  # of a batch that is none, but the next one may be
                     try_again(code)
-                own = _cause(error)
-                if isinstance(own, CannotBeginAnewError):
+                if isinstance(_cause(error), CannotBeginAnewError):
                     del captures[before:]
-                    raise own from None
-                if isinstance(own, FxrlError):
-                    raise own from None  # its text is all that a user needs
+                    raise _cause(error) from None
+                if isinstance(_cause(error), FxrlError):
+                    raise _cause(error) from None  # its text is all that a user needs
                 capturing = _while_compiling(error)
                 tried = compilations and not self._backend.only_explain
                 if isinstance(error, torch.OutOfMemoryError) or not (capturing or tried):

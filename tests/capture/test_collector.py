@@ -63,6 +63,23 @@ def test_a_first_loss_is_freed_with_its_step(monkeypatch):
     gc.freeze()  # as every test finds it
 
 
+def test_a_loss_is_freed_behind_a_capture_that_failed():
+    """What was raised has the frames of all callers, and they the loss."""
+    model = torch.nn.Embedding(4, 2)
+    model.weight.grad = torch.ones(4, 2)
+    model.weight.data = torch.ones(6, 2)  # for which PyTorch cannot make a fake one
+    step = fxrl.optimize(
+        model, lambda model, x: model(x).square().mean(), fxrl.Config(on_miss="ignore")
+    )
+
+    def of_a_step():
+        loss = step(torch.arange(6))
+        return weakref.ref(loss)
+
+    assert of_a_step()() is None
+    assert "not captured" in str(step.report)
+
+
 def test_what_is_frozen_is_counted_once(monkeypatch):
     """Python counts it object by object."""
     counted = []
