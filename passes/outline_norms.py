@@ -95,7 +95,8 @@ def _behind(hidden: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if not layer_path(user) and _may_stand(user)]
 
     made = (node for node in reached([hidden], computed) if node is not hidden)
-    own = (node for node in made if is_tensor(node) and not is_view(node))
+    values = (node for node in made if is_tensor(node) and not is_view(node))
+    own = (node for node in values if not is_call(node, operator.getitem))  # that is its tuple's
     return sorted(node for node in own if numel_hint(node) >= numel_hint(hidden))
 
 

@@ -88,8 +88,15 @@ return %mean_3""",
     )
 
 
+def two_norms(x, scale):
+    """One for a head of its own, such as the predictor of a further token has."""
+    return F.layer_norm(x, (8,)) @ F.layer_norm(x, (8,), scale).mT @ x
+
+
 @pytest.mark.parametrize(
-    "behind", [lambda x, scale: x, lambda x, scale: x * scale], ids=["nothing", "one op"]
+    "behind",
+    [lambda x, scale: x, lambda x, scale: x * scale, two_norms],
+    ids=["nothing", "one op", "two norms"],
 )
 def test_nothing_is_said_where_there_is_nothing_to_fuse(behind):
     gm, report = outlined(behind)
