@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
 import torch
+from sympy.core.function import Application  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
 from fxrl.ir.graph import Size, is_call, shape_of
@@ -127,9 +128,11 @@ class _Known(Generic[V]):
 
     def _eliminate(self, expr: Any) -> Any:
         """``expr`` with a known sum (``a + b``) put in for its symbols, which are known nowhere."""
-        for known, value in self.sizes.items():
+        expr = _polynomial(expr)
+        for size, value in self.sizes.items():
+            known = _polynomial(size)
             for symbol in (known.free_symbols & expr.free_symbols) - self.sizes.keys():
-                if not _is_polynomial(known) or known.diff(symbol) != 1:
+                if known.diff(symbol) != 1:
                     continue
                 whole = sympy.Symbol(f"<{known}>", integer=True)
                 rest = expr.subs(symbol, whole - (known - symbol)).expand()
@@ -152,6 +155,12 @@ def _is_polynomial(expr: Any) -> bool:
     """Whether a size is made of symbols and numbers by sums and products alone."""
     whole = expr.is_Symbol or expr.is_Integer
     return whole or ((expr.is_Add or expr.is_Mul) and all(map(_is_polynomial, expr.args)))
+
+
+def _polynomial(expr: Any) -> Any:
+    """A size with a symbol for each part that is no sum or product, such as ``max(a, b)``."""
+    parts = expr.atoms(Application)
+    return expr.xreplace({part: sympy.Symbol(f"<{part}>", integer=True) for part in parts})
 
 
 def _told_by(symbol: Any, exprs: Sequence[Any]) -> Any:

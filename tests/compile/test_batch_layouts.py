@@ -206,6 +206,15 @@ def joined(model, batch):
     return surrogate(logps[:, -batch["ids"].shape[1] :], batch)
 
 
+def cut(model, batch):
+    """Prompts cut on the left to what a model takes, above as many completions as are scored."""
+    answer, start = batch["ids"].shape[1], max(batch["attention_mask"].shape[1] - 7, 0)
+    ids = torch.cat([batch["prompt"][:, start:], batch["ids"]], 1)
+    logps = shifted(model, ids, attention_mask=batch["attention_mask"][:, start:])[:, -answer:]
+    chosen, rejected = logps.sum(-1).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
 def padded_list(model, batch):
     ids = pad_sequence(batch["ids"], batch_first=True, padding_value=PAD)
     adv, mask = torch.tensor(batch["adv"], dtype=torch.float64), (ids[:, 1:] != PAD).double()
@@ -288,6 +297,8 @@ LAYOUTS = [
     # Prompt and completion.
     L("apart, logits_to_keep", lambda d, B, T: d.parted(), kept),
     L("apart, all logits", lambda d, B, T: d.parted(), joined),
+    L("apart, cut, in pairs", lambda d, B, T: d.parted(attention_mask=d.attention(slice(3))),
+      cut, "Qwen3", ((2, 8), (2, 9))),
     L("one token of completion", lambda d, B, T: d.parted(1), kept),
     L("one token of completion, one row", lambda d, B, T: d.parted(1), kept,
       sizes=((1, 5), (1, 7))),

@@ -10,6 +10,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from fxrl.ir.region import InputSpec
 from fxrl.ir.sizes import BoundSizes, SizeTable
 
+
+def _cut(prompt, completion):
+    """The length of a prompt, less what is too long of it, and a completion."""
+    return prompt - torch.sym_max(prompt + completion - 8, 0) + completion
+
+
 #: name -> (shapes of the inputs, a size that follows from them)
 FOLLOWS = {
     "a symbol": (lambda b, s: [(b, s)], lambda b, s: s),
@@ -36,9 +42,11 @@ FOLLOWS = {
     "a multiple of that": (lambda b, s: [(b + s,)], lambda b, s: 8 * b + 8 * s),
     "a product with that": (lambda b, s: [(b + s,), (b, 2)], lambda b, s: b * (b + s) + 2 * s),
     "one more than that": (lambda b, s: [(b + s,)], lambda b, s: b + s + 1),
+    "a multiple of what is cut": (lambda b, s: [(_cut(b, s),)], lambda b, s: 2 * _cut(b, s) - 1),
     "a product that is given": (lambda b, s: [(b * s, 8)], lambda b, s: 6 * b * s),
 }
 UNKNOWN = {
+    "one that is cut elsewhere": (lambda b, s: [(_cut(b, s),)], lambda b, s: _cut(b, 2 * s)),
     "another input's": (lambda b, s: [(b, 8)], lambda b, s: s),
     "one of two": (lambda b, s: [(b + s,)], lambda b, s: s),
     "what was rounded": (lambda b, s: [(b, s // 2)], lambda b, s: s),
