@@ -452,6 +452,22 @@ def penalty_on_seen_tokens(hidden, weight, ids, mask, adv):
     return _pg(_logp(z, ids[:, 1:]), mask, adv)
 
 
+@shape(APPLY)
+def index_of_fewer_tokens(hidden, weight, ids, mask, adv):
+    """The last token's logits are read by the entropy alone."""
+    lp = F.linear(hidden, weight).log_softmax(-1)
+    entropy = -(lp.exp() * lp).sum(-1)
+    chosen = lp.gather(-1, ids[:, 1:, None])[..., 0]
+    return _pg(chosen, mask, adv) - 0.01 * _mean(entropy, mask)
+
+
+@shape(APPLY, seldom=True)
+def index_of_fewer_sequences(hidden, weight, ids, mask):
+    z = F.linear(hidden, weight).unflatten(-1, (1, -1))
+    lp = z.log_softmax(-1).gather(-1, ids[1:-1, 2:-3, None, None])
+    return -_mean(lp[..., 0, 0], mask[1:-1, 2:-3])
+
+
 @shape(APPLY, seldom=True)
 def rows_zeroed_by_mask(hidden, weight, ids, mask, adv):
     z = F.linear(hidden, weight) * mask[..., None]

@@ -145,9 +145,10 @@ class RowEmitter:
         if step.kind in ("cat", "stack"):
             return self._joined(node, step)
         target = {"slice": aten.slice.Tensor, "select": aten.select.int}[step.kind]
+        args = self._sized(step.args)
         if step.kind == "slice" and not has_hint(*step.result):
-            return self._counted_rows(target, (node, *step.args), step)
-        return self.call(target, node, *step.args)
+            return self._counted_rows(target, (node, *args), step)
+        return self.call(target, node, *args)
 
     def _pad(self, node: fx.Node, dim: int, before: Size, after: Size) -> fx.Node:
         """Pad rows with zeros by concatenation; the op that pads would specialise symbolic

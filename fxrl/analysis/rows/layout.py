@@ -296,16 +296,26 @@ def _matching(
 ) -> RowExpr:
     """An index or source of the same rows, free in size along ``dim`` only."""
     sizes = shape_of(other)
-    for d, (mine, its) in enumerate(zip(value.sizes, sizes, strict=True)):
-        if d != dim and not rules.same_size(mine, its):
-            raise Refusal(f"{what} covers only part of the tokens")
+    if _others(rules, value, sizes, dim):
+        raise Refusal(f"{what} covers only part of the tokens")
     tags = value.retagged(dim, rules.tag_of_size(sizes[dim]))
     return operand(rules, other, tags, sizes, each=True, any_width=any_width)
 
 
+def _others(rules: RowRules, value: RowValue, sizes: tuple[Size, ...], dim: int) -> tuple[int, ...]:
+    """The dims but ``dim`` of which an index of ``sizes`` has another size, or maybe."""
+    pairs = enumerate(zip(value.sizes, sizes, strict=True))
+    return tuple(d for d, pair in pairs if d != dim and not rules.same_size(*pair))
+
+
 def gather(rules: RowRules, node: fx.Node) -> Rows:
+    """Where the index has fewer rows, these are the first ones."""
     value, given = sole_row(rules, node), bound(node)
-    dim = _own_dim(value, given["dim"], "gather")
+    dim, wanted = _own_dim(value, given["dim"], "gather"), shape_of(given["index"])
+    for d in _others(rules, value, wanted, dim):
+        sizes = (*value.sizes[:d], wanted[d], *value.sizes[d + 1 :])
+        stop = wanted[d] if value.is_token(d) else static(wanted[d])
+        value = _sliced(rules, value, d, (0, stop), sizes)
     index = _matching(rules, value, given["index"], dim, "gather's index", any_width=True)
     tags = value.retagged(dim, rules.tag_of_size(shape_of(node)[dim]))
     return rules.call(node, tags, self=value.expr, dim=value.local_dim(dim), index=index)
