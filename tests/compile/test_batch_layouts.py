@@ -241,6 +241,14 @@ def picked(model, batch):
     return -gathered(model(batch["ids"]).logits[:, :-1][mask], batch["ids"][:, 1:][mask]).mean()
 
 
+def along(model, batch):
+    """Picked and ordered by torch's ``take_along_dim``, which counts from the end, too."""
+    ids = batch["ids"][:, 1:, None] - VOCAB
+    logps = model(batch["ids"]).logits[:, :-1].log_softmax(-1).take_along_dim(ids, -1)[..., 0]
+    first = torch.take_along_dim(logps, batch["mask"].argmax(-1, keepdim=True)[:1], dim=1)
+    return -mean(logps, batch["mask"]) - first.square().mean()
+
+
 def preference(model, batch):
     """DPO's."""
     chosen, rejected = (shifted(model, batch["ids"]) * batch["mask"]).sum(-1).chunk(2)
@@ -312,6 +320,7 @@ LAYOUTS = [
         "ids": d.ids(1, B * T), "cu_seqlens": T * torch.arange(B + 1).int(), "adv": d.real(B)},
       bounds, sizes=ONE),
     L("tokens picked by the mask", lambda d, B, T: d.batch(mask=d.mask(B, T - 1).bool()), picked),
+    L("tokens picked along", lambda d, B, T: d.batch(), along),
     L("chosen above rejected", lambda d, B, T: {
         "ids": d.ids(2 * B, T), "mask": d.mask(2 * B, T - 1)}, preference),
     L("[T, B]", lambda d, B, T: {"ids": d.ids(T, B), "mask": d.mask(T - 1, B)},

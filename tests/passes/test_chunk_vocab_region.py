@@ -169,6 +169,10 @@ def has_no_rule(hidden, weight, ids):
     return F.linear(hidden, weight).renorm(2, 0, 1.0).logsumexp(-1).sum()
 
 
+def gives_two_elementwise(hidden, weight, ids):
+    return F.linear(hidden, weight).frexp().mantissa.logsumexp(-1).sum()
+
+
 def merges_tokens_with_the_vocabulary(hidden, weight, ids):
     return F.linear(hidden, weight).view(-1).log_softmax(0)[3]
 
@@ -191,6 +195,7 @@ MISSES = {
     draws_random_numbers: "aten.native_dropout.default draws random numbers, "
     "which a recompute would repeat (at %native_dropout)",
     has_no_rule: "no row rule for aten.renorm.default (at %renorm)",
+    gives_two_elementwise: "no row rule for aten.frexp.Tensor (at %frexp)",
     merges_tokens_with_the_vocabulary: "a view merges token dims with the vocabulary dim "
     "(at %view); pick entries with gather, or with x[rows, ids]",
     selects_by_value: "a mask covers tokens and vocabulary together (at %index); "

@@ -87,7 +87,7 @@ class RowRules:
             )
         if draws_random(node):
             raise Refusal(f"{target} draws random numbers, which a recompute would repeat")
-        if is_pointwise(node):
+        if is_pointwise(node) and is_tensor(node):  # ``frexp`` gives two
             return self.pointwise(self, node)
         raise Refusal(f"no row rule for {target}")
 

@@ -336,6 +336,8 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return _computed(tx, _MATH[self.value], args[0].realize())
     if self.value is torch.diff and _has_rows_of_data(args[0].realize()):
         return VariableTracker.build(tx, _difference).call_function(tx, args, kwargs)
+    if self.value is torch.take_along_dim and "out" not in kwargs:
+        return VariableTracker.build(tx, _taken_along).call_function(tx, args, kwargs)
     method = _METHODS.get(self.value)
     if method is None or not args or not isinstance(args[0].realize(), TensorVariable):
         return _call(self, tx, args, kwargs)
@@ -401,6 +403,23 @@ def _difference(
         later, earlier = joined.narrow(dim, 1, rest), joined.narrow(dim, 0, rest)
         joined = later ^ earlier if input.dtype == torch.bool else later - earlier
     return joined
+
+
+def _taken_along(
+    input: torch.Tensor, indices: torch.Tensor, dim: int | None = None
+) -> torch.Tensor:
+    """``torch.take_along_dim``; torch's own would be captured anew for each size."""
+    if dim is None:
+        return input.flatten().gather(0, indices.flatten())
+    if indices.dtype != torch.int64 or indices.dim() != input.dim():
+        raise RuntimeError  # as torch does, which the loss as written says
+    own, wanted = list(input.shape), list(indices.shape)
+    own[dim] = wanted[dim]
+    shape = torch.broadcast_shapes(own, wanted)
+    source = list(shape)
+    source[dim] = input.shape[dim]
+    from_the_start = indices.expand(shape) % input.shape[dim]
+    return input.expand(source).gather(dim, from_the_start)
 
 
 def _bound(args: Any, kwargs: Any, *names: str) -> tuple[Any, Any]:
@@ -501,6 +520,8 @@ def _drawn(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
     draws take numbers alone, which are known when the graph runs. As many are drawn of the standard
     distribution and stretched: the same in float32 and wider, in 16 bits but for a rounding. Bounds
     that eager refuses fail a check."""
+    if name == "take_along_dim":
+        return VariableTracker.build(tx, _taken_along).call_function(tx, [self, *args], kwargs)
     if name not in _DRAWS:
         return _call_tensor(self, tx, name, args, kwargs)
     given = [_wide(tx, one.realize()) for one in args]
