@@ -20,6 +20,7 @@ from fxrl.capture.checks import check
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     RESHAPES,
+    HigherOrderOperator,
     as_node,
     bound,
     eliminate_dead_code,
@@ -102,6 +103,8 @@ def _settle_slices(graph: fx.Graph) -> None:
                     checked.add(told)
             was[node] = val_of(node)
             node.meta["val"] = val_of(node).new_empty_strided(sizes, val_of(node).stride())
+        elif isinstance(node.target, HigherOrderOperator):
+            continue  # its body was traced with the sizes as they are spelled
         elif node.op == "call_function" and not was.keys().isdisjoint(node.all_input_nodes):
             was[node] = node.meta.get("val")
             try:

@@ -39,6 +39,12 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "PythonMod": operator.mod,
     "Max": torch.sym_max,
     "Min": torch.sym_min,
+    sympy.Eq.__name__: operator.eq,
+    sympy.Ne.__name__: operator.ne,
+    sympy.Gt.__name__: operator.gt,
+    sympy.Ge.__name__: operator.ge,
+    sympy.Lt.__name__: operator.lt,
+    sympy.Le.__name__: operator.le,
 }
 
 
@@ -70,7 +76,7 @@ class _Known(Generic[V]):
         if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
             self.sizes.setdefault(size.node.expr, value)
 
-    def formula(self, size: Size) -> V | int | _Apply[V] | None:
+    def formula(self, size: Size | torch.SymBool) -> V | int | _Apply[V] | None:
         """A formula of known sizes for ``size``; None if there is none."""
         return size if isinstance(size, int) else self.find(size.node.expr)
 
@@ -80,7 +86,7 @@ class _Known(Generic[V]):
         if expr in self.sizes:
             return self.sizes[expr]
         found = self._solve(expr, solving) if expr.is_Symbol else self._compose(expr, solving)
-        if found is None:
+        if found is None and isinstance(expr, sympy.Expr):
             found = self._divide(expr) or self._eliminate(expr)
         if found is not None and not solving:
             self.sizes[expr] = found
@@ -229,11 +235,12 @@ class SizeTable:
         return found
 
     def find(self, size: Any) -> int | fx.Node | None:
-        """``size`` as an argument of a graph call; None when it cannot be expressed.
+        """``size``, or how two compare, as an argument of a graph call; None when it cannot be
+        expressed.
 
         New nodes go to the graph's current insertion point; sort the graph afterwards.
         """
-        if not isinstance(size, (int, torch.SymInt)):
+        if not isinstance(size, (int, torch.SymInt, torch.SymBool)):
             return None
         found = self.of_inputs(size)
         if found is None:
@@ -244,7 +251,7 @@ class SizeTable:
             found = self._made_of(self._all.formula(size))
         return found
 
-    def of_inputs(self, size: Size) -> int | fx.Node | None:
+    def of_inputs(self, size: Size | torch.SymBool) -> int | fx.Node | None:
         """``size`` as ``find`` gives it where the graph's inputs tell it; else None."""
         return self._made_of(self._inputs.formula(size))
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from transformers import modeling_layers
 
 import fxrl
@@ -1694,10 +1695,37 @@ def test_layers_of_a_batch_without_its_padding(kind):
         return -torch.zeros(real.shape).double().masked_scatter(real, logp).mean() + steps.sum()
 
     step = optimized(model, loss)
+    for given in padded():
+        check(step, model, loss, given)
+    assert once(step) == "2 layers were captured as 1"
+    assert any(one.pass_name == "fuse-linear-logprob" for one in step.report.of_kind("applied"))
+    assert len(step.captures) == 1
+
+
+def padded():
+    """Batches of rows of lengths of their own."""
     for rows, length in ((3, 6), (2, 8)):
         ids = torch.randint(0, VOCAB, (rows, length))
         real = torch.arange(length) < torch.tensor([length, length - 3, 4][:rows])[:, None]
-        check(step, model, loss, {"ids": ids, "real": real.long()})
-    assert once(step) == "2 layers were captured as 1"
-    assert any(one.pass_name == "fuse-linear-logprob" for one in step.report.of_kind("applied"))
+        yield {"ids": ids, "real": real.long()}
+
+
+def test_a_checkpointed_head_behind_as_many_tokens_as_the_mask_says():
+    """And layers that ask whether there is one token alone, as grouped queries under a mask do."""
+    model = qwen("full", "full")
+
+    def head(hidden, ids):
+        return model.lm_head(hidden).log_softmax(-1).gather(-1, ids[:, None]).mean()
+
+    def loss(model, batch):
+        real, ids = batch["real"].bool(), batch["ids"]
+        packed, places = ids[real][None], (real.cumsum(-1) - 1)[real][None]
+        made = model.model(input_ids=packed, position_ids=places, use_cache=False)
+        return -checkpoint(head, made[0][0, :-1], packed[0, 1:], use_reentrant=False)
+
+    step = optimized(model, loss)
+    for given in padded():
+        check(step, model, loss, given)
+    applied = {one.pass_name for one in step.report.of_kind("applied")}
+    assert applied >= {"fuse-linear-logprob", "outline-layers"}
     assert len(step.captures) == 1

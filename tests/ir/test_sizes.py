@@ -43,6 +43,8 @@ FOLLOWS = {
     "a product with that": (lambda b, s: [(b + s,), (b, 2)], lambda b, s: b * (b + s) + 2 * s),
     "one more than that": (lambda b, s: [(b + s,)], lambda b, s: b + s + 1),
     "a multiple of what is cut": (lambda b, s: [(_cut(b, s),)], lambda b, s: 2 * _cut(b, s) - 1),
+    "whether one is more": (lambda b, s: [(b, s + 1)], lambda b, s: s > b),
+    "whether both are one": (lambda b, s: [(b, s + 1)], lambda b, s: s == b),
     "a product that is given": (lambda b, s: [(b * s, 8)], lambda b, s: 6 * b * s),
 }
 UNKNOWN = {
