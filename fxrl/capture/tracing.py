@@ -355,7 +355,8 @@ class _Lowering(fx.Interpreter):
             known = id(value) in given or not isinstance(value, torch.Tensor)
             return value if known or not value.is_floating_point() else value.detach()
 
-        return pytree.tree_map(detached, result)
+        with self._set_current_node(n), fx_traceback.set_current_meta(n):  # the module is n's
+            return pytree.tree_map(detached, result)
 
     def _check_written(self, n: fx.Node) -> None:
         """Refuse a write into ``x.detach()`` that gives it a gradient: x shares the new values, and

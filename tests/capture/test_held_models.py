@@ -419,3 +419,33 @@ def test_sites_of_a_held_model_have_the_name_that_the_loss_has_for_it(hold):
     paths = {r.site.partition("/")[0] for r in report.remarks if r.pass_name != "capture"}
     assert "0:reference" in paths
     assert not any("loss_fn" in path for path in paths)
+
+
+class Placed(Model):
+    """With something ahead of the layers and behind them."""
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.embed.weight[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(F.layer_norm(x.clone(), (HIDDEN,)))
+
+
+def test_a_model_in_a_list_is_no_layer_that_cannot_be_outlined():
+    """What runs under no_grad is known by its module, so nothing ahead of the layers goes with what
+    is behind them."""
+    torch.manual_seed(0)
+    teachers = [Placed(2).double().requires_grad_(False) for _ in range(2)]
+
+    def loss(model, ids):
+        return sum(against(teacher, model, ids) for teacher in teachers)
+
+    model = Placed(2).double()
+    passes = ("fuse-linear-logprob", "outline-layers")
+    config = fxrl.Config(passes=passes, min_saved_bytes=0, compile_regions=False, on_miss="error")
+    step = fxrl.optimize(model, loss, config)
+    expected, found = loss(model, ONE), step(ONE)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    parameters = list(model.parameters())
+    gradients = [torch.autograd.grad(value, parameters) for value in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
