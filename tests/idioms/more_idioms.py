@@ -462,6 +462,16 @@ def index_of_fewer_tokens(hidden, weight, ids, mask, adv):
 
 
 @shape(APPLY, seldom=True)
+def weighted_by_rank_and_range(hidden, weight, ids, mask, adv):
+    """How many entries are above the target's, and how far the least and the largest are apart."""
+    z = head(hidden, weight)
+    above = torch.count_nonzero(z > z.gather(-1, ids[:, 1:, None]), dim=-1)
+    least, largest = torch.aminmax(z.detach(), dim=-1)  # has no gradient in torch 2.11
+    middle = z.nanmedian(-1).values + z.round().mode(-1).values
+    return _pg(_logp(z, ids[:, 1:]) * (largest - least) / (1 + above) + middle, mask, adv)
+
+
+@shape(APPLY, seldom=True)
 def index_of_fewer_sequences(hidden, weight, ids, mask):
     z = F.linear(hidden, weight).unflatten(-1, (1, -1))
     lp = z.log_softmax(-1).gather(-1, ids[1:-1, 2:-3, None, None])

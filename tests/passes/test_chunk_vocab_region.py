@@ -177,6 +177,10 @@ def merges_tokens_with_the_vocabulary(hidden, weight, ids):
     return F.linear(hidden, weight).view(-1).log_softmax(0)[3]
 
 
+def takes_a_part_of_the_vocabulary(hidden, weight, ids):
+    return F.linear(hidden, weight).softmax(-1)[:, torch.arange(32) > 7].sum(-1).log().sum()
+
+
 def selects_by_value(hidden, weight, ids):
     p = F.linear(hidden, weight).softmax(-1)
     return p[p > 0.1].sum()
@@ -198,6 +202,8 @@ MISSES = {
     gives_two_elementwise: "no row rule for aten.frexp.Tensor (at %frexp)",
     merges_tokens_with_the_vocabulary: "a view merges token dims with the vocabulary dim "
     "(at %view); pick entries with gather, or with x[rows, ids]",
+    takes_a_part_of_the_vocabulary: "the vocabulary is indexed by something other than one list "
+    "of ids (at %index); fill what a mask leaves out: logits.masked_fill(~mask, -inf)",
     selects_by_value: "a mask covers tokens and vocabulary together (at %index); "
     "multiply by it, and sum over the vocabulary",
 }

@@ -68,7 +68,9 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
         aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
         aten.logsumexp.default, aten.prod.dim_int, aten.any.dim, aten.any.dims, aten.all.dim,
         aten.all.dims, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim,
-        aten.median.dim, aten.kthvalue.default, aten.var.correction, aten.std.correction,
+        aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default,
+        aten.aminmax.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList,
+        aten.var.correction, aten.std.correction,
         aten.var_mean.correction, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim)),
     (compute.whole_row, (
         aten._softmax.default, aten._log_softmax.default, aten.cumsum.default,

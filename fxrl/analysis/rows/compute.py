@@ -105,6 +105,12 @@ def filled(rules: RowRules, node: fx.Node) -> RowValue:
 
 
 # ---------------------------------------------------------------------------- functions of a row
+#: Reductions over one dim, or over all.
+_OF_ONE_DIM = tuple(
+    getattr(aten, name).default for name in ("argmax", "argmin", "aminmax", "count_nonzero")
+)
+
+
 def reduction(rules: RowRules, node: fx.Node) -> Rows:
     """Over some local dims; ``dim`` is one, several or (None) all of them."""
     value, given = sole_row(rules, node), bound(node)["dim"]
@@ -113,7 +119,7 @@ def reduction(rules: RowRules, node: fx.Node) -> Rows:
         cure = "reduce over the vocabulary first: what that gives per token may then be reduced"
         raise Refusal(f"{op_name(node)} reduces over tokens", cure)
     local = tuple(map(value.local_dim, dims))
-    flat = node.target in (aten.argmax.default, aten.argmin.default)  # of one dim, or of all
+    flat = is_call(node, *_OF_ONE_DIM)
     if flat and len(local) != 1:
         raise Refusal(f"{op_name(node)} reduces several dims at once")
     dim = local[0] if flat or isinstance(given, int) else local

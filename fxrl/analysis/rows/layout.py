@@ -410,7 +410,8 @@ def index(rules: RowRules, node: fx.Node) -> RowValue:
     if not any(map(value.is_token, dims)):
         (_, ids), *more = spans
         if more or len(dims) != 1 or not is_list(ids):
-            raise Refusal("the vocabulary is indexed by something other than one list of ids")
+            reason = "the vocabulary is indexed by something other than one list of ids"
+            raise Refusal(reason, "fill what a mask leaves out: logits.masked_fill(~mask, -inf)")
         return _taken(rules, node, value, dims[0], ids)
     if any(len({value.is_token(d) for d in span}) > 1 for span, _ in spans):
         cure = "multiply by it, and sum over the vocabulary"
