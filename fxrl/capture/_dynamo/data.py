@@ -515,15 +515,18 @@ def _around(drawn: torch.Tensor, mean: Any = 0.0, std: Any = 1.0) -> torch.Tenso
 _DRAWS = {"uniform_": _between, "normal_": _around}
 
 
+def _tensor_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    if name == "take_along_dim":
+        return VariableTracker.build(tx, _taken_along).call_function(tx, [self, *args], kwargs)
+    call = _drawn if name in _DRAWS else _call_tensor
+    return call(self, tx, name, args, kwargs)
+
+
 def _drawn(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """``noise.uniform_(-bound, bound)`` with a tensor for a bound, as NEFTune's hook has it: such
     draws take numbers alone, which are known when the graph runs. As many are drawn of the standard
     distribution and stretched: the same in float32 and wider, in 16 bits but for a rounding. Bounds
     that eager refuses fail a check."""
-    if name == "take_along_dim":
-        return VariableTracker.build(tx, _taken_along).call_function(tx, [self, *args], kwargs)
-    if name not in _DRAWS:
-        return _call_tensor(self, tx, name, args, kwargs)
     given = [_wide(tx, one.realize()) for one in args]
     named = {{"to": "high"}.get(key, key): _wide(tx, one.realize()) for key, one in kwargs.items()}
     unknown = any(isinstance(x, TensorVariable) for x in (*given, *named.values()))
@@ -557,7 +560,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     *_methods({"tolist": _listed, "split": _split, "chunk": _chunk}),
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TorchInGraphFunctionVariable, "call_function", _call_in_graph),
-    (TensorVariable, "call_method", _drawn),
+    (TensorVariable, "call_method", _tensor_method),
     (BuiltinVariable, "call_range", _range),
     (PolyfilledFunctionVariable, "call_function", _any_or_all),
     (NumpyVariable, "call_function", _averaged),
