@@ -7,7 +7,7 @@ would end the graph at.
 ``objects``  imports, classes, instances, layers  ``ends``     where a graph may end
 ``caches``   what Python computes once            ``counters`` what it counts
 ``kept``     lists that grow, and what is stored  ``later``    what is made behind a graph
-``hooks``    those that it registers
+``hooks``    those that it registers              ``loops``    what is left of them at an end
 
 Each has ``REPLACED``, methods of Dynamo, and maybe ``HANDLERS``, instructions of Python that are
 traced otherwise; all are put back behind each capture.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fxrl.capture import quick_fakes
-from fxrl.capture._dynamo import caches, counters, data, effects, ends, kept, later, objects
+from fxrl.capture._dynamo import caches, counters, data, effects, ends, kept, later, loops, objects
 from fxrl.capture._torch import dynamo_settings, sizes_from_data
 from fxrl.capture.branches import Branches
 
@@ -43,6 +43,7 @@ _REPLACED = [
     *kept.REPLACED,
     *later.REPLACED,
     *ends.REPLACED,
+    *loops.REPLACED,
     *caches.REPLACED,
     *counters.REPLACED,
     *quick_fakes.REPLACED,

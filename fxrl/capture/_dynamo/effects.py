@@ -53,6 +53,7 @@ from fxrl.capture._dynamo.guarding import guard_that
 from fxrl.capture._dynamo.hooks import end_of_graph
 from fxrl.capture._dynamo.kept import PRINTED, forget_bounds
 from fxrl.capture._dynamo.later import Later
+from fxrl.capture._dynamo.loops import find_owners
 from fxrl.capture._torch import functions_stay, functorch_level
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
@@ -164,6 +165,7 @@ def tell(function: Callable[..., None], names: tuple[str, ...], *values: Any) ->
 
 def _compile_subgraph(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     end_of_graph(self)
+    find_owners(tx)
     tx.debug_locals = self.root_tx.debug_locals  # a function that is called has a list of its own
     self.is_traced = True
     guard_that(tx, functions_stay())

@@ -7,32 +7,30 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch._dynamo.polyfills.builtins
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.variables import (
-    ConstantVariable,
+    CellVariable,
     GetAttrVariable,
+    LazyVariableTracker,
     ListVariable,
-    LocalGeneratorObjectVariable,
     NNModuleVariable,
     TensorVariable,
-    TupleVariable,
-    UnspecializedNNModuleVariable,
     UserDefinedClassVariable,
-    ZipVariable,
+    UserDefinedObjectVariable,
     script_object,
 )
 
 from fxrl.capture._dynamo.data import is_subscript
 from fxrl.capture._dynamo.frames import callers, end_graph
+from fxrl.capture._dynamo.loops import turns_left
+from fxrl.capture._torch import cache_entries
 from fxrl.ir.remark import Refusal
 
 _tracer: Any = torch._dynamo.symbolic_convert
@@ -40,11 +38,9 @@ _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
 _may_end_outside = _TRANSLATOR.should_compile_partial_graph
 _call_function = _TRANSLATOR.call_function
 _leave_rest_out = _TRANSLATOR.step_graph_break
-# None in torch 2.11, whose own can be rebuilt.
-_DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
 #: Instructions that the next one is not run behind.
 _LEAVE = ("RETURN", "RERAISE", "RAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
-_MANY_LAYERS = 32  # each is captured on its own then
+_MANY_TURNS = 32  # each is captured on its own then
 
 
 def _may_end(self: Any) -> bool:
@@ -181,13 +177,47 @@ def _in_loop(self: Any) -> bool:
 
 
 def _loops(translator: Any) -> bool:
-    """Whether what it traces is in a loop; one over a few modules, of layers, may go on behind a
-    break."""
+    """Whether what it traces is in a loop that no graph may end in.
+
+    It may in one of few turns, or of turns that nobody can count, until it was captured for as
+    many; and only where modules are named, which would be left out with the function. Of all others
+    the caller goes on behind the call.
+    """
     lowest = _lowest_jumps(translator)[translator.instruction_pointer]
     if lowest >= translator.current_instruction.offset:
         return False
-    iterated = [_left_in(value) for value in translator.stack if _iterates(value)]
-    return not iterated or not all(map(_few_modules, iterated))
+    turns = [left for value in translator.stack if (left := turns_left(value)) is not None]
+    captured = len(cache_entries(translator.output.root_tx.f_code))
+    return max([captured, *turns]) >= _MANY_TURNS or not _names_modules(translator)
+
+
+def _names_modules(translator: Any) -> bool:
+    """Whether a function's variables are modules, or the attributes that it names of them are."""
+    names, found = translator.f_code.co_names, translator.f_globals
+    if any(isinstance(found.get(name), torch.nn.Module) for name in names):
+        return True
+    for local, value in translator.symbolic_locals.items():
+        held = _held(translator, value)
+        if isinstance(held, torch.nn.Module) and local != "self":
+            return True
+        attributes = getattr(held, "__dict__", {})
+        attributes = {**attributes, **attributes.get("_modules", {})}
+        if any(isinstance(attributes.get(name), torch.nn.Module) for name in names):
+            return True
+    return False
+
+
+def _held(translator: Any, value: Any) -> Any:
+    """The object that a variable of Dynamo's, or a cell of one, is of, if there is one."""
+    if type(value) is CellVariable:
+        written = translator.output.side_effects.store_attr_mutations.get(value, {})
+        value = written.get("cell_contents", value.pre_existing_contents)
+    if type(value) is LazyVariableTracker and not value.is_realized():
+        return value.peek_value()
+    found = None if value is None else value.realize()
+    if isinstance(found, NNModuleVariable):
+        return translator.output.get_submodule(found.module_key)
+    return found.value if isinstance(found, UserDefinedObjectVariable) else None
 
 
 #: By code, for each of its instructions and behind the last.
@@ -207,106 +237,6 @@ def _lowest_jumps(translator: Any) -> list[float]:
         known.reverse()
         _LOWEST[code] = known
     return known
-
-
-def _few_modules(left: Iterable[Any]) -> bool:
-    """Looks at no more than it must: a loop over tokens is asked at each of its lines."""
-    first = list(itertools.islice(left, _MANY_LAYERS))
-    return len(first) < _MANY_LAYERS and all(any(map(_is_module, _members(one))) for one in first)
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value.realize(), (NNModuleVariable, UnspecializedNNModuleVariable))
-
-
-def _members(one: Any) -> Sequence[Any]:
-    """Of one turn of a loop: a module beside its number, its name or what it is zipped with."""
-    if not isinstance(one, tuple):
-        found = one.realize()
-        if not isinstance(found, TupleVariable):
-            return (found,)
-        one = found.items
-    return [member for part in one for member in _members(part)]
-
-
-def _iterates(value: Any) -> bool:
-    return "Iterator" in type(value.realize()).__name__ or _is_listed(value)
-
-
-def _is_listed(value: Any) -> bool:
-    """Whether it is an iterator of which ``_left_in`` tells what is left."""
-    found = value.realize()
-    if isinstance(found, ZipVariable):
-        known = all(isinstance(part, list) or _is_listed(part) for part in _zipped(found))
-        return known and not (found.strict and len({len(list(one)) for one in _lefts(found)}) > 1)
-    if _is_enumerate(found):
-        return any(map(_is_listed, found.inline_tracer.stack))
-    return "Iterator" in type(found).__name__ and (
-        hasattr(found, "items") or hasattr(found, "view_type")
-    )
-
-
-def _is_enumerate(found: Any) -> bool:
-    """Dynamo traces one as a generator of its own."""
-    return (
-        isinstance(found, LocalGeneratorObjectVariable)
-        and found.get_name() == "enumerate"
-        and found.get_filename() == torch._dynamo.polyfills.builtins.__file__
-    )
-
-
-def _zipped(found: Any) -> Iterable[Any]:
-    held: Iterable[Any] = found.iterables if hasattr(found, "iterables") else found.iterable.items
-    return held  # a list in torch 2.11
-
-
-def _lefts(found: Any) -> Iterable[Iterable[Any]]:
-    """What each of those that are zipped has yet to come to."""
-    for part in _zipped(found):
-        yield part[found.index :] if isinstance(part, list) else _left_in(part)
-
-
-def _left_in(iterator: Any) -> Iterable[Any]:
-    """What a loop has yet to come to: of a list, or of a dict's values, keys or items; tuples of
-    what is counted or zipped."""
-    found = iterator.realize()
-    if _is_enumerate(found):
-        tracer = found.inline_tracer
-        count = tracer.symbolic_locals["start"].as_python_constant() + 1
-        counted = next(filter(_is_listed, reversed(tracer.stack)))
-        numbers = map(ConstantVariable.create, itertools.count(count))
-        return zip(numbers, _left_in(counted), strict=False)
-    if isinstance(found, ZipVariable):
-        return zip(*_lefts(found), strict=False)
-    if not hasattr(found, "view_type"):
-        return list(getattr(found, "items", ()))[getattr(found, "index", 0) :]
-    _, (left,) = found._iter.__reduce__()[:2]
-    made = {"keys": lambda key: key.vt, "items": lambda item: (item[0].vt, item[1])}
-    return [made.get(found.view_type, lambda value: value)(one) for one in left]
-
-
-def _rebuild_iterator(self: Any, codegen: Any) -> None:
-    """Code that makes what is left of a loop such as ``for layer in self.layers``: a graph that
-    ends inside of it goes on behind its break, and is not left with its caller."""
-    left = _as_tuple(_left_in(self))
-    self.remaining_items = left.items  # where a generator is closed before this code is made again
-    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
-    codegen(left)
-    codegen.extend_output(create_call_function(1, False))
-
-
-def _as_tuple(left: Iterable[Any]) -> Any:
-    """Tuples of Dynamo's of Python's."""
-    return TupleVariable([_as_tuple(one) if isinstance(one, tuple) else one for one in left])
-
-
-def _rebuild(kind: Any) -> Callable[[Any, Any], None]:
-    as_ever = kind.reconstruct
-
-    def rebuilt(self: Any, codegen: Any) -> None:
-        (_rebuild_iterator if _is_listed(self) else as_ever)(self, codegen)
-
-    return rebuilt
 
 
 def _with_globals(make: Any) -> Any:
@@ -352,8 +282,6 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
     (_TRANSLATOR, "call_function", _call),
     (_TRANSLATOR, "maybe_has_backedge", _in_loop),
-    (ZipVariable, "reconstruct", _rebuild(ZipVariable)),
-    (LocalGeneratorObjectVariable, "reconstruct", _rebuild(LocalGeneratorObjectVariable)),
 ]
 if not hasattr(torch._dynamo.output_graph.OutputGraph, "install_resume_function_global"):  # 2.11
     REPLACED += [
@@ -364,5 +292,3 @@ if not hasattr(torch._dynamo.output_graph.OutputGraph, "install_resume_function_
         (_TRANSLATOR, "step_graph_break", _end_at_checkpoint),
         (torch._dynamo.codegen.PyCodegen, "make_function_with_closure", _make_function),
     ]
-if _DICT_ITERATOR is not None and "reconstruct" not in vars(_DICT_ITERATOR):
-    REPLACED.append((_DICT_ITERATOR, "reconstruct", _rebuild_iterator))

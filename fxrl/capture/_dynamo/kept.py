@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -205,6 +206,8 @@ def _built(self: Any, value: Any) -> Any:
     """A list is looked into after all: what waits to be appended to it has been by now."""
     if (number := counted(self, value)) is not None:
         return number
+    if type(value) is GeneratorType:  # torch 2.15 would look into copies of what it holds
+        return self.wrap_user_defined(value)
     is_traced = hasattr(self.tx.output, "is_traced")
     if (why := _ever_another(self.tx.output.root_tx, self.source, value)) is not None:
         if is_traced:
