@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from fxrl.ir.on_miss import open_misses
 from fxrl.step import optimize
-from tests.capture.mixer import CONFIG, QUIET, Mixer, captures, fixed, make_batch, token_logps
+from tests.capture.mixer import (
+    CONFIG,
+    QUIET,
+    Mixer,
+    assert_matches_eager,
+    captures,
+    fixed,
+    fused,
+    make_batch,
+    token_logps,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -247,3 +257,28 @@ def test_explain_follows_the_way_that_goes_further():
         make_batch(high=torch.tensor([True, True]))
     )
     assert report.of_kind("applied")
+
+
+@pytest.mark.parametrize(
+    "doubled",
+    [
+        pytest.param(lambda logps: logps * 2, marks=pytest.mark.slow),
+        pytest.param(lambda logps: logps.t() * 2, marks=pytest.mark.slow),
+        lambda logps: logps.reshape(-1, 1, logps.size(1)).transpose(0, 2) * 2,
+    ],
+)
+def test_a_branch_of_torch_cond_gets_what_a_rewritten_head_gives(doubled):
+    """Of sizes that vary: one of rows that are one token shorter than what they are made of."""
+
+    def of_cond(model, batch):
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        longest = batch["mask"].sum() > 18
+        return torch.cond(longest, doubled, lambda logps: doubled(logps) - 1, (logps,)).mean()
+
+    torch.manual_seed(0)
+    model = Mixer()
+    step = optimize(model, of_cond, CONFIG)
+    for batch in (make_batch(), make_batch(4, 9, seed=2)):
+        assert_matches_eager(step, of_cond, model, batch)
+    assert fused(step)
+    assert captures(step) == 1

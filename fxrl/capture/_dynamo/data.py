@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import CodeType
 from typing import Any
 
@@ -66,6 +67,10 @@ _LEAVES = {
     *dis.hasjabs,
     *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE"))),
 }
+_COND: Any = import_module(
+    "torch._higher_order_ops.cond"
+)  # the package has its function by that name
+_merge = _COND._merge_output
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MANY_ROWS = 1000  # each round of a loop is traced
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
@@ -555,8 +560,31 @@ def _methods(own: dict[str, Callable[..., Any]]) -> list[tuple[Any, str, Any]]:
     return [(TensorVariable, "tp_methods", _TABLE | {n: entry(f) for n, f in own.items()})]
 
 
+def _merged(a: Any, b: Any, *mode: Any) -> Any:
+    """What the branches of ``torch.cond`` give, as one: PyTorch looks for their strides among the
+    products of their sizes."""
+    return _merge(_strided_by_sizes(a), _strided_by_sizes(b), *mode)
+
+
+def _strided_by_sizes(value: Any) -> Any:
+    """It finds none of ``Max(1, s0 - 1)``, the stride of rows that are one token shorter."""
+    if not isinstance(value, torch.Tensor) or value.is_sparse:
+        return value
+    strides, product = [*value.stride()], 1
+    for dim in sorted(range(value.dim()), key=lambda dim: _hint(strides[dim])):
+        if statically_known_true(strides[dim] == product):
+            strides[dim] = product
+        product = product * value.shape[dim]
+    return value.as_strided(value.shape, strides)
+
+
+def _hint(size: Any) -> Any:
+    return size if type(size) is int else size.node.hint or math.inf
+
+
 HANDLERS = {dis.opmap[name]: _jump(name) for name in _JUMPS} | {_SUBSCRIPT.opcode: _subscript}
 REPLACED: list[tuple[Any, str, Any]] = [
+    (_COND, "_merge_output", _merged),
     *_methods({"tolist": _listed, "split": _split, "chunk": _chunk}),
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TorchInGraphFunctionVariable, "call_function", _call_in_graph),
