@@ -16,7 +16,14 @@ from operator import length_hint
 from typing import Any
 
 
-class Rest(Iterator[Any]):
+class _Rest(Iterator[Any]):
+    """Dynamo asks how many are left; a loop may ask whether there is an iterator."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class Rest(_Rest):
     """Of a list or a dictionary, from an index on; of a dictionary by the name of its view."""
 
     def __init__(self, over: Collection[Any], index: int, view: str = "") -> None:
@@ -30,11 +37,11 @@ class Rest(Iterator[Any]):
         self.index += 1
         return left[0]
 
-    def __length_hint__(self) -> int:
+    def __len__(self) -> int:
         return max(len(self.over) - self.index, 0)
 
 
-class Counted(Iterator[Any]):
+class Counted(_Rest):
     """Of ``enumerate``."""
 
     def __init__(self, iterator: Iterator[Any], count: int) -> None:
@@ -45,17 +52,19 @@ class Counted(Iterator[Any]):
         self.count += 1
         return self.count - 1, found
 
-    def __length_hint__(self) -> int:
+    def __len__(self) -> int:
         return length_hint(self.iterator)
 
 
-class Zipped(Iterator[Any]):
+class Zipped(_Rest):
     """Of ``zip``."""
 
     def __init__(self, iterators: tuple[Iterator[Any], ...], strict: bool) -> None:
         self.iterators, self.strict = iterators, strict
 
     def __next__(self) -> tuple[Any, ...]:
+        if not self.iterators:
+            raise StopIteration
         found: list[Any] = []
         for iterator in self.iterators:
             try:
@@ -75,5 +84,5 @@ class Zipped(Iterator[Any]):
             return True
         return False
 
-    def __length_hint__(self) -> int:
-        return min(map(length_hint, self.iterators))
+    def __len__(self) -> int:
+        return min(map(length_hint, self.iterators), default=0)

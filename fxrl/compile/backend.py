@@ -23,6 +23,7 @@ from fxrl.capture.branches import CannotBeginAnewError, follows_branches, talks_
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.lower import lower
 from fxrl.capture.shared_bodies import share_bodies
+from fxrl.capture.writes import written_inputs
 from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
@@ -136,7 +137,9 @@ class Backend:
             self._fall_back(capture, Refusal(why))
             return as_written(gm)
         capture.running = True
-        return Guarded(run, gm, lambda why: self._fall_back(capture, Refusal(why))).first
+        assert capture.lowered is not None
+        written = written_inputs(capture.lowered.graph)
+        return Guarded(run, gm, written, lambda why: self._fall_back(capture, Refusal(why))).first
 
     def _rewrite(self, capture: Capture, inputs: Sequence[Any]) -> fx.GraphModule | None:
         """The graph after lowering and all passes; None when it must run as it is.

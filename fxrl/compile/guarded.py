@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxrl.capture._torch import storage_of
 from fxrl.capture.branches import CannotBeginAnewError, follows_branches, random_state
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.writes import undone
@@ -24,11 +25,20 @@ class Guarded:
     the batch's, and is the user's to see.
     """
 
-    def __init__(self, run: Run, gm: fx.GraphModule, fall_back: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        gm: fx.GraphModule,
+        written: Collection[int],
+        fall_back: Callable[[str], None],
+    ) -> None:
         self._run, self._gm, self._fall_back = run, gm, fall_back
-        self._tried, self._follows = False, follows_branches(gm)
+        self._tried, self._follows, self._written = False, follows_branches(gm), written
 
     def first(self, *args: Any) -> Any:
+        if self._written and _shared(args, self._written):
+            self._run, self._written = as_written(self._gm), ()
+            self._fall_back("a tensor that is written into shares its memory with another one")
         if self._tried and not self._follows:
             return self._run(*args)
         random = random_state()
@@ -64,6 +74,27 @@ class Guarded:
             raise
         except Exception:  # what failed is no matter of a check
             return
+
+
+def _shared(args: Sequence[Any], written: Collection[int]) -> bool:
+    """Whether another argument, which a functional graph takes for one of its own, lies in memory
+    that is written into."""
+    tensors = [(at, arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    places = {at: _place(arg) for at, arg in tensors if arg.layout == torch.strided}
+    return any(
+        at != other and storage == place[0] and first < place[2] and place[1] < end
+        for at in written
+        for storage, first, end in (places[at],)
+        for other, place in places.items()
+    )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, Any, Any]:
+    """Its storage, and the bytes from its first element to its last one."""
+    first = tensor.storage_offset() * tensor.itemsize
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    length = sum((size - 1) * stride for size, stride in sizes) + 1 if tensor.numel() else 0
+    return storage_of(tensor), first, first + length * tensor.itemsize
 
 
 class _Unasserted(fx.Interpreter):

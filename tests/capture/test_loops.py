@@ -277,6 +277,18 @@ def of_a_deque(x: Tensor) -> Any:
     return x.sum() * first + next(left) + 3 * next(left)
 
 
+class Numbers(list[float]):
+    pass
+
+
+def of_a_list_of_ones_own(x: Tensor) -> Any:
+    numbers = Numbers([1.0, 2.0, 3.0])
+    left, nothing = iter(numbers), zip()
+    first = ended(next(left))
+    numbers[2] = 9.0
+    return x.sum() * first + max(left) + len(list(nothing))
+
+
 def of_two_that_share(x: Tensor) -> Any:
     left = iter([1.0, 2.0, 3.0, 4.0, 5.0])
     counted = enumerate(left)
@@ -318,8 +330,8 @@ def mapped(x: Tensor) -> Any:
 
 ITERATORS = (
     drawn, of_a_variable, of_an_attribute, of_memory, drawn_behind, at_its_end, of_a_list,
-    of_a_deque, of_two_that_share, of_a_shorter_one, of_another_length, backwards_over_numbers,
-    mapped,
+    of_a_deque, of_a_list_of_ones_own, of_two_that_share, of_a_shorter_one, of_another_length,
+    backwards_over_numbers, mapped,
 )  # fmt: skip
 
 

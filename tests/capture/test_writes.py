@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,3 +251,31 @@ def test_operators_whose_names_end_like_writes_are_none() -> None:
     step = optimize(model, loss_fn, CONFIG)
     assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
     assert fused(step)
+
+
+def test_a_write_into_memory_that_another_tensor_shares() -> None:
+    """A functional graph takes each of its inputs for one of its own."""
+
+    def of_rows(model: nn.Module, batch: Any) -> Tensor:
+        batch["all"].zero_()
+        return policy_loss(model, batch) * (batch["row"].sum() + 2)
+
+    def behind_a_break(model: nn.Module, batch: Any) -> Tensor:
+        rows = batch["adv"] * 1
+        row = rows.unbind(0)[1]
+        torch._dynamo.graph_break()
+        rows.zero_()
+        return policy_loss(model, batch) * (row.sum() + 2)
+
+    model = make_model()
+    for loss in (of_rows, behind_a_break):
+        step = optimize(model, loss, QUIET)
+        for shared in (False, True, False):
+            results = []
+            for function in (partial(loss, model), step):
+                rows = torch.arange(6, dtype=torch.float64).view(3, 2)
+                row = rows[1] if shared else rows[1].clone()
+                results.append(outcome(function, model, fixed(make_batch(all=rows, row=row))))
+            assert_same(*results)
+        reasons = [remark.reason for remark in step.report.of_kind("missed")]
+        assert any("shares its memory with another one" in reason for reason in reasons)

@@ -57,7 +57,8 @@ def _may_end(self: Any) -> bool:
 
 def _may_end_here(self: Any) -> bool:
     """As Dynamo's own, but for a ``finally`` around it, such as each forward of transformers' has:
-    what goes on behind the break has that too. It is not run where code at the break raises."""
+    what goes on behind the break has that too. It is not run where code at the break raises, nor a
+    caller's where what goes on in the function that it called does."""
     instruction = self.current_instruction
     around = instruction.exn_tab_entry
     if around is None or not _is_finally(self, around.target):

@@ -118,13 +118,16 @@ def find_owners(tx: Any) -> None:
 
     def look(value: Any) -> None:
         kind = type(value)  # isinstance would look into what the trace did not
-        if issubclass(kind, (ListVariable, DequeVariable, ConstDictVariable)):
-            owners[id(value.items)] = value
+        inside = vars(value).get("_base_vt", vars(value).get("_list_vt"))  # of torch 2.11
+        if inside is not None:  # of a class of the user's
+            owners[id(getattr(inside, "items", None))] = value
+        elif issubclass(kind, (ListVariable, DequeVariable, ConstDictVariable)):
+            owners.setdefault(id(value.items), value)
         elif issubclass(kind, (_LIST_ITERATOR, *_DICT_ITERATORS)):
             iterators.append(value)
         elif issubclass(kind, LocalGeneratorObjectVariable):
-            inside = value.inline_tracer
-            VariableTracker.visit(look, [inside.stack, inside.symbolic_locals], cache)
+            tracer = value.inline_tracer
+            VariableTracker.visit(look, [tracer.stack, tracer.symbolic_locals], cache)
 
     effects = tx.output.side_effects
     frames = [[one.stack, one.symbolic_locals] for one in callers(tx)]
