@@ -83,7 +83,7 @@ def _shared(args: Sequence[Any], written: Collection[int]) -> bool:
     places = {at: _place(arg) for at, arg in tensors if arg.layout == torch.strided}
     return any(
         at != other and storage == place[0] and first < place[2] and place[1] < end
-        for at in written
+        for at in places.keys() & written
         for storage, first, end in (places[at],)
         for other, place in places.items()
     )
