@@ -230,10 +230,6 @@ making = Making()
 numbers = ChainMap({}, {"a": 2.0})
 
 STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
-    "a sign of zero": (
-        lambda: math.copysign(1.0, Derived.zero),
-        lambda: setattr(Derived, "zero", -0.0),
-    ),
     "an order": (
         lambda: next(iter(Derived.order.values())),
         lambda: Derived.order.move_to_end("a"),
@@ -267,6 +263,11 @@ STATES: dict[str, tuple[Callable[[], float], Callable[[], Any]]] = {
     ),
     "a class's own": (lambda: Derived().factor, lambda: setattr(Derived, "factor", 5.0)),
 }
+if torch.__version__ >= "2.13":  # to torch 2.11's guards zero and minus zero are one
+    STATES["a sign of zero"] = (
+        lambda: math.copysign(1.0, Derived.zero),
+        lambda: setattr(Derived, "zero", -0.0),
+    )
 
 
 def test_what_python_holds_may_change(monkeypatch: Any) -> None:
