@@ -47,6 +47,7 @@ from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rounds, counted_rows
 from fxrl.capture.repeated import again, begins
+from fxrl.ir.graph import has_hint, hint
 
 _JUMPS = [  # without those of Python's that Dynamo never meets: a compiler's, a debugger's
     name
@@ -67,9 +68,8 @@ _LEAVES = {
     *dis.hasjabs,
     *(code for name, code in dis.opmap.items() if name.startswith(("RETURN", "YIELD", "RERAISE"))),
 }
-_COND: Any = import_module(
-    "torch._higher_order_ops.cond"
-)  # the package has its function by that name
+# The module: the package has its function by that name.
+_COND: Any = import_module("torch._higher_order_ops.cond")
 _merge = _COND._merge_output
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MANY_ROWS = 1000  # each round of a loop is traced
@@ -571,15 +571,12 @@ def _strided_by_sizes(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.is_sparse:
         return value
     strides, product = [*value.stride()], 1
-    for dim in sorted(range(value.dim()), key=lambda dim: _hint(strides[dim])):
+    known = [hint(one) if has_hint(one) else math.inf for one in strides]
+    for dim in sorted(range(value.dim()), key=known.__getitem__):
         if statically_known_true(strides[dim] == product):
             strides[dim] = product
         product = product * value.shape[dim]
     return value.as_strided(value.shape, strides)
-
-
-def _hint(size: Any) -> Any:
-    return size if type(size) is int else size.node.hint or math.inf
 
 
 HANDLERS = {dis.opmap[name]: _jump(name) for name in _JUMPS} | {_SUBSCRIPT.opcode: _subscript}

@@ -45,11 +45,9 @@ _LIST_ITERATOR: Any = getattr(
     torch._dynamo.variables.lists, "BaseListIteratorVariable", ListIteratorVariable
 )
 _rebuild_list = _LIST_ITERATOR.reconstruct
-_ITERATORS: Any = torch._dynamo.variables.iter
-#: Torch 2.11 has none, but the values in a list.
-_DICT_ITERATORS = tuple(
-    getattr(_ITERATORS, name) for name in ("DictViewIterator",) if hasattr(_ITERATORS, name)
-)
+_DICT_ITERATOR: Any = getattr(torch._dynamo.variables.iter, "DictViewIterator", None)
+_DICT_ITERATORS = (_DICT_ITERATOR,) if _DICT_ITERATOR else ()  # torch 2.11 has values in a list
+_TOLD = (int, str, bool)
 
 
 def turns_left(value: Any) -> float | None:
@@ -106,9 +104,6 @@ def _make(codegen: Any, kind: type, given: list[Any]) -> None:
     codegen.add_push_null(lambda: codegen.load_import_from(kind.__module__, kind.__name__))
     codegen.foreach([ConstantVariable.create(one) if type(one) in _TOLD else one for one in given])
     codegen.extend_output(create_call_function(len(given), False))
-
-
-_TOLD = (int, str, bool)
 
 
 def find_owners(tx: Any) -> None:
