@@ -38,7 +38,8 @@ fused head is; vLLM has ``head_dtype`` since 0.32) takes off a third, float16 wi
 gets to 0.004 (as Qi et al. 2025, arXiv:2510.26788, found for training). (5) Where vLLM has weights
 and rows in FP8, SmolLM2's trainer is 0.156 away with bf16 weights, 0.105 with the FP8 weights that
 vLLM has, and 0.128 with rows in FP8 as well (2.6 % of rounding by the weights and as much by the
-rows; of what both sides do, the weights' is the same, the rows' is not).
+rows; of what both sides do, the weights' is the same, the rows' is not). vLLM 0.25 on an H200, over
+4096 tokens, gives 0.154, 0.101 and 0.129.
 """
 
 from __future__ import annotations
