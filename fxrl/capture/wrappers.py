@@ -10,13 +10,26 @@ A step therefore runs the two outer parts itself, around model and loss together
 
 All else of DDP (``no_sync``, ``join``, ``static_graph``, unused parameters, communication hooks)
 lives in these parts or in hooks of the parameters, and works as it does in eager code.
+
+``fully_shard`` (FSDP2) does the same in two hooks of each module that it was called on. Those of
+the whole model run around the step:
+
+    before      the weights that no unit inside gathers: embeddings, last norm, loss head
+    captured    loss_fn(inner, batch); inner casts as the hooks would
+    after       backward of the *loss*, not of the logits, begins with their gathering
+
+Graphs end at the units inside, which gather and free by themselves as ever: layers are captured one
+by one, equal ones once, and the head behind them together with the loss.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +38,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from fxrl.ir.remark import Remark, RemarkKind, Report
+from fxrl.scoped import swapped
 
 _WHOLE = "give optimize the DDP wrapper itself for its model: wrap all of the model, once"
 
@@ -38,56 +52,156 @@ class Wrapper:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._ddp: Any = model if _opens(model) else None
-        self.inner = model if self._ddp is None else _without_reducer(self._ddp)
-        self.report = Report.of(_misses(self.inner))
+        opened = next((kind for kind in (_Reduced, _Sharded) if kind.opens(model)), _Bare)(model)
+        self.inner: nn.Module = opened.inner
+        self.run: Callable[[Callable[[], Any]], Any] = opened.run
+        """``captured()`` between the two halves of the wrapper's own forward."""
+        self.report = Report.of(_misses(model, opened))
+
+
+class _Bare:
+    """No wrapper, or one that stays closed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner = model
 
     def run(self, captured: Callable[[], Any]) -> Any:
-        """``captured()`` between the two halves of DDP's own forward."""
-        if self._ddp is None:
-            return captured()
+        return captured()
+
+
+class _Reduced:
+    """A model in DDP."""
+
+    def __init__(self, model: Any) -> None:
+        self._ddp = model
+        self.inner = _under(model, _ModuleAlone)
+
+    @staticmethod
+    def opens(model: nn.Module) -> bool:
+        """Whether it has DDP's own forward, and its module's dtypes are untouched."""
+        is_ddp = isinstance(model, DistributedDataParallel) and model.mixed_precision is None
+        return is_ddp and type(model).forward is DistributedDataParallel.forward
+
+    def run(self, captured: Callable[[], Any]) -> Any:
         self._ddp._pre_forward(None)  # it moves its first argument, so there must be one
         return self._ddp._post_forward(captured())
 
 
-def _opens(model: nn.Module) -> bool:
-    """Whether the model is a DDP wrapper with DDP's own forward, its module's dtypes untouched."""
-    is_ddp = isinstance(model, DistributedDataParallel) and model.mixed_precision is None
-    return is_ddp and type(model).forward is DistributedDataParallel.forward
+class _ModuleAlone:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device_ids:
+            args, kwargs = _moved(
+                (args, kwargs), torch.device(self.device_type, self.device_ids[0])
+            )
+        return self.module(*args, **kwargs)
 
 
-def _without_reducer(ddp: nn.Module) -> nn.Module:
-    """The wrapper under another class: one ``__dict__``, the module's forward alone."""
-    kind: Any = type(ddp)
-    inner = object.__new__(_inner_class(kind))
-    inner.__dict__ = ddp.__dict__
+class _Sharded:
+    """A model that ``fully_shard`` was called on, as a whole and mostly on its layers before."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._state = state = model._get_fsdp_state()  # looked up by the module's identity
+        self.inner = _under(model, _AsSharded, _get_fsdp_state=lambda self: state)
+
+    @staticmethod
+    def opens(model: Any) -> bool:
+        """Whether it is one, and its gathered weights are plain tensors: not shared out further, as
+        those of tensor parallelism are."""
+        if not _is_a(model, _FSDP2):
+            return False
+        state = model._get_fsdp_state()
+        groups = vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]  # torch 2.11
+        return not any(shard.is_dtensor for group in groups if group for shard in group.fsdp_params)
+
+    def run(self, captured: Callable[[], Any]) -> Any:
+        model, state = self._model, self._state
+        state._pre_forward(model, (), {})
+        result = None
+        try:
+            with ExitStack() as stack:
+                for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+                    stack.enter_context(_without(handle.hooks_dict_ref(), handle.id))
+                result = captured()
+        finally:  # also where the loss raises, as eager code's forward is over by then
+            with swapped(state, _mp_policy=replace(state._mp_policy, output_dtype=None)):
+                state._post_forward(model, (), result)
+        return result
+
+
+class _AsSharded:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._get_fsdp_state()
+        if state._device.type != "cpu":
+            args, kwargs = _moved((args, kwargs), state._device)
+        if state._mp_policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), state._mp_policy.param_dtype)
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return _cast(output, state._mp_policy.output_dtype)
+
+
+def _under(wrapper: nn.Module, first: type, **members: Any) -> Any:
+    """The wrapper under a class of its own, that has these members and those of ``first`` before
+    its own: one ``__dict__`` for both."""
+    inner: Any = object.__new__(type(type(wrapper).__name__, (first, type(wrapper)), members))
+    inner.__dict__ = wrapper.__dict__
     return inner
 
 
-@cache
-def _inner_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (kind,), {"forward": _module_alone})
+def _moved(values: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.to(device), values)
 
 
-def _module_alone(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    if self.device_ids:
-        device = torch.device(self.device_type, self.device_ids[0])
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
-    return self.module(*args, **kwargs)
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """With its tensors of floats in ``dtype``, if there is one."""
+    if dtype is None:
+        return values
+    return pytree.tree_map_only(
+        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values
+    )
 
 
-def _misses(inner: nn.Module) -> Iterator[Remark]:
+@contextmanager
+def _without(hooks: OrderedDict[int, Any], key: int) -> Iterator[None]:
+    """Inside, one hook is not there; it comes back to its place among the others.
+
+    NOTE [Why no stand-in for it]: a module with any hook keeps its result in a cell, which a graph
+    that began amid its forward would have to write: the logits would leave it.
+    """
+    ahead = {*itertools.takewhile(lambda other: other != key, hooks)}
+    hook = hooks.pop(key)
+    try:
+        yield
+    finally:
+        hooks[key] = hook
+        for behind in [other for other in hooks if other not in {key, *ahead}]:
+            hooks.move_to_end(behind)
+
+
+def _misses(model: nn.Module, opened: _Bare | _Reduced | _Sharded) -> Iterator[Remark]:
     """One remark for each kind of wrapper that stays closed, at the first place it stands."""
     seen: set[str] = set()
-    for name, module in inner.named_modules():
+    if isinstance(opened, _Sharded):
+        seen.add("FSDP")
+        yield _units_apart(model)
+    for name, module in model.named_modules():
         kind, reason, cure = _closed(module)
-        if kind and kind not in seen and type(module).forward is not _module_alone:
+        if kind and kind not in seen and (name or isinstance(opened, _Bare)):
             seen.add(kind)
-            yield _miss(name or "model", reason, cure or _cure_of_sharding(inner))
-    for name, parameter in inner.named_parameters() if not seen & _SHARDING else ():
+            yield _miss(name or "model", reason, cure or _cure_of_sharding(model))
+    for name, parameter in model.named_parameters() if not seen & _SHARDING else ():
         if reason := _taken_apart(parameter):
-            yield _miss(name, reason, _cure_of_sharding(inner))
+            yield _miss(name, reason, _cure_of_sharding(model))
             break
+
+
+def _units_apart(model: nn.Module) -> Remark:
+    units = sum(_is_a(module, _FSDP2) for module in model.modules()) - 1
+    reason = (
+        f"FSDP gathers and frees the weights of {units} modules in it by hooks, where graphs end"
+    )
+    cure = "leave the loss head to the whole model: no fully_shard of its own"
+    return Remark(RemarkKind.ANALYSIS, "capture", "model", "", reason, cure)
 
 
 def _miss(site: str, reason: str, cure: str) -> Remark:
@@ -153,7 +267,8 @@ def _cure_of_sharding(model: nn.Module) -> str:
 
 
 #: Module and names of classes. Where the module is not loaded, nothing is one of them.
-_FSDP = ("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
+_FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
+_FSDP = (*_FSDP2, "FullyShardedDataParallel")
 _REPLICATED = ("torch.distributed._composable.replicate", "DDP")
 _DEEPSPEED = ("deepspeed", "DeepSpeedEngine")
 _DTENSOR = ("torch.distributed.tensor", "DTensor")

@@ -1,4 +1,4 @@
-"""Models in wrappers: DDP keeps the rewrite and its gradient sync; others are misses."""
+"""Models in wrappers: DDP and FSDP2 keep the rewrite and their gradients; others are misses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fxrl import Config
@@ -35,6 +43,7 @@ from tests.capture.mixer import (
     make_batch,
     make_model,
     policy_loss,
+    token_logps,
 )
 from tests.forked import in_processes
 
@@ -99,6 +108,8 @@ def process(rank: int, store: str) -> None:
         as_ddp_does(rank, kind, options)
     as_whole_weights_do(rank)
     as_metrics_are_gathered(rank)
+    for unit in (False, True):
+        as_fsdp_does(rank, unit)
     if rank == 0:  # another process takes no part, so any communication would never end
         model = DistributedDataParallel(make_model(), broadcast_buffers=True, init_sync=False)
         assert optimize(model, policy_loss, CONFIG).explain(make_batch()).of_kind("applied")
@@ -122,6 +133,46 @@ def as_whole_weights_do(rank: int) -> None:
     assert fused(step)
 
 
+def as_fsdp_does(rank: int, unit: bool) -> None:
+    """``fully_shard``: the layer a unit of its own or not, gradients accumulated, a call scored, a
+    loss that raised: all as with eager's."""
+    torch._dynamo.reset()
+    model, eager = whole = make_model(), make_model()
+    for one in whole:
+        if unit:
+            fully_shard(one.mix)
+        fully_shard(one)
+    step = optimize(model, checked_loss, CONFIG)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in whole]
+    for seed in range(3):
+        for micro in range(2):
+            for one in whole:
+                one.set_requires_gradient_sync(micro == 1)
+            batch = make_batch(length=5 + seed, seed=10 * seed + 2 * micro + rank, spoilt=False)
+            for loss in (policy_loss(eager, batch), step(batch)):
+                loss.backward()
+        got, wanted = (
+            {name: p.grad.full_tensor() for name, p in one.named_parameters()} for one in whole
+        )
+        assert_same(got, wanted)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert_same(step(batch), policy_loss(eager, batch))
+        if seed == 1:
+            with pytest.raises(ValueError, match="spoilt"):
+                step(batch | {"spoilt": True})
+    assert fused(step)
+
+
+def checked_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    loss = policy_loss(model, batch)
+    if batch["spoilt"]:
+        raise ValueError("a spoilt batch")
+    return loss
+
+
 def as_metrics_are_gathered(rank: int) -> None:
     """Python objects go through process groups, of which Dynamo traces no member."""
 
@@ -138,7 +189,7 @@ def as_metrics_are_gathered(rank: int) -> None:
     assert fused(step)
 
 
-def test_ddp_in_two_processes(tmp_path: Path) -> None:
+def test_wrappers_in_two_processes(tmp_path: Path) -> None:
     in_processes(process, f"file://{tmp_path}/store")
 
 
@@ -173,37 +224,85 @@ def test_inputs_move_to_the_wrappers_device() -> None:
     assert Wrapper(model).inner(make_batch()["ids"]).is_meta
 
 
+@pytest.mark.usefixtures("_alone")
+def test_fsdps_casts_and_hooks_of_others() -> None:
+    """The policy's dtypes within the captured loss; hooks keep their order, FSDP's where it was."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float64)
+    model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    model.register_forward_hook(lambda module, args, logits: logits * 2)
+    hooks = [[*table] for table in (model._forward_pre_hooks, model._forward_hooks)]
+    seen = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        assert isinstance(model, FSDPModule)
+        logits = model(batch["ids"])
+        seen.append(logits.dtype)
+        logps = token_logps(logits, batch["ids"])
+        return -(logps * batch["adv"]).mean(), {"half": logps.detach().mean().half()}
+
+    step = optimize(model, loss_fn, CONFIG)
+    batch = fixed(make_batch())
+    loss, metrics = step(batch)
+    assert (loss.dtype, metrics["half"].dtype) == (torch.float64, torch.float16)
+    assert {*seen} == {torch.float64}
+    loss.backward()
+    got = grads(model)
+    wanted, _ = loss_fn(model, batch)
+    wanted.backward()
+    assert_same(loss, wanted, 1e-6)
+    for name, grad in grads(model).items():
+        assert_same(got[name].full_tensor(), grad.full_tensor(), 1e-6)
+    assert [[*table] for table in (model._forward_pre_hooks, model._forward_hooks)] == hooks
+    assert fused(step)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_loss_head_in_a_unit_of_its_own_is_a_miss_with_a_cure() -> None:
+    model, mesh = Apart(), init_device_mesh("cpu", (1,))
+    fully_shard(model.head, mesh=mesh)
+    step = optimize(fully_shard(model, mesh=mesh), policy_loss, QUIET)
+    assert_matches_eager(step, policy_loss, model, fixed(make_batch()))
+    assert not fused(step)
+    assert step.report.of_kind("missed")
+    (told,) = (r for r in step.report.of_kind("analysis") if "FSDP gathers" in r.reason)
+    assert "leave the loss head to the whole model" in told.cure
+
+
+class Apart(Mixer):
+    """Its head is not tied: two units can have no weight in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+
+
 def two_devices() -> nn.Module:
     model = DataParallel(make_model())
     model.device_ids = [0, 1]
     return model
 
 
-def sharded() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(make_model(), mesh=init_device_mesh("cpu", (1,)))
+def flattened(model: nn.Module | None = None) -> nn.Module:
+    return FullyShardedDataParallel(model or make_model(), device_id=torch.device("cpu"))
 
 
 def tensor_parallel() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    mesh = init_device_mesh("cpu", (1,))
+    return parallelize_module(make_model(), mesh, {"mix": ColwiseParallel()})
 
-    return parallelize_module(
-        make_model(), init_device_mesh("cpu", (1,)), {"mix": ColwiseParallel()}
-    )
+
+def sharded_twice() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(make_model(), mesh["tensor"], {"mix": ColwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
 
 
 def frozen(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False)
 
 
-def sharded_frozen() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(frozen(make_model()), mesh=init_device_mesh("cpu", (1,)))
+def flattened_frozen() -> nn.Module:
+    return flattened(frozen(make_model()))
 
 
 def replicated() -> nn.Module:
@@ -228,9 +327,10 @@ def nested() -> nn.Module:
     ("make", "words", "cure"),
     [
         (two_devices, "DataParallel copies", "one process for each device"),
-        (sharded, "FSDP gathers", "DistributedDataParallel"),
-        (sharded, "FSDP gathers", "ZeroRedundancyOptimizer"),
-        (sharded_frozen, "FSDP gathers", "fxrl.models.shard"),
+        (flattened, "FSDP gathers", "DistributedDataParallel"),
+        (flattened, "FSDP gathers", "ZeroRedundancyOptimizer"),
+        (flattened_frozen, "FSDP gathers", "fxrl.models.shard"),
+        (sharded_twice, "FSDP gathers", "give each rank a whole model"),
         (tensor_parallel, "it is a DTensor", "give each rank a whole model"),
         (partitioned, "ZeRO 3 holds a part", "fxrl.models.shard"),
         (replicated, "replicate readies", "DistributedDataParallel instead"),
@@ -238,9 +338,10 @@ def nested() -> nn.Module:
     ],
     ids=[
         "data parallel",
-        "fsdp2",
-        "fsdp2, whole",
-        "fsdp2, frozen",
+        "fsdp1",
+        "fsdp1, trained",
+        "fsdp1, frozen",
+        "fsdp2 and tensor parallel",
         "tensor parallel",
         "zero 3",
         "replicate",
@@ -278,7 +379,7 @@ def test_deepspeeds_engine_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize(
-    "make", [sharded, nested, replicated], ids=["fsdp2", "ddp inside", "replicate"]
+    "make", [flattened, nested, replicated], ids=["fsdp1", "ddp inside", "replicate"]
 )
 def test_the_numbers_of_a_closed_wrapper_are_eagers(make) -> None:
     torch._dynamo.reset()
@@ -291,11 +392,10 @@ def test_the_numbers_of_a_closed_wrapper_are_eagers(make) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("make", [sharded, nested], ids=["fsdp2", "ddp inside"])
-def test_what_a_closed_wrapper_breaks_has_no_cure_but_the_wrappers(make) -> None:
+def test_what_a_closed_wrapper_breaks_has_no_cure_but_the_wrappers() -> None:
     """No line of the loss can be moved, and no value returned, that would bring the head back."""
     torch._dynamo.reset()
-    step = optimize(make(), policy_loss, QUIET)
+    step = optimize(nested(), policy_loss, QUIET)
     step(fixed(make_batch()))
     wrapper, *others = step.report.of_kind("missed")
     assert "DistributedDataParallel" in wrapper.cure or "DDP" in wrapper.cure
