@@ -116,7 +116,7 @@ class _Sharded:
 
     def run(self, captured: Callable[[], Any]) -> Any:
         model, state = self._model, self._state
-        state._pre_forward(model, (), {})
+        state._pre_forward(model, (None,), {})  # torch 2.11 takes the first argument that it moves
         result = None
         try:
             with ExitStack() as stack:
