@@ -31,6 +31,7 @@ from torch._decomp import decomposition_table  # what ops of sizes that vary are
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # composite ops over symbols
 from torch._dynamo.callback import callback_handler  # called when a compilation begins and ends
 from torch._dynamo import OptimizedModule as OptimizedModule  # what torch.compile makes of a module
+from torch._dynamo import mark_static_address as mark_static_address  # says of a tensor that it is a module's
 from torch._dynamo import maybe_mark_dynamic as maybe_mark_dynamic  # a size that varies; a constant stays legal
 from torch._dynamo import graph_break as graph_break  # ends the graph where it is traced
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis  # a backend's demand for another trace

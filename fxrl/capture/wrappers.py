@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from fxrl.capture._torch import mark_static_address
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.scoped import swapped
 
@@ -103,6 +104,8 @@ class _Sharded:
         self._model = model
         self._state = state = model._get_fsdp_state()  # looked up by the module's identity
         self.inner = _under(model, _AsSharded, _get_fsdp_state=lambda self: state)
+        for buffer in model.buffers():  # Dynamo does so itself where FSDP gathers nothing
+            mark_static_address(buffer, guard=False)
 
     @staticmethod
     def opens(model: Any) -> bool:

@@ -38,13 +38,13 @@ def ended(x: Any) -> Any:
 
 
 class Layered(nn.Module):
-    """Its loop over layers and its head are in one function."""
+    """Its head is behind a loop over layers, in the function that calls the loop's."""
 
-    def __init__(self, loop: Callable[[Layered, Tensor], Tensor]) -> None:
+    def __init__(self, loop: Callable[[Layered, Tensor], Tensor] | None, depth: int = 4) -> None:
         super().__init__()
         self.loop = loop
         self.embed = nn.Embedding(VOCAB, 8, dtype=torch.float64)
-        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(depth))
         self.head = nn.Linear(8, VOCAB, bias=False, dtype=torch.float64)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -135,6 +135,47 @@ def test_a_head_behind_a_loop_over_layers_in_its_function(loop: Any) -> None:
     for batch in (make_batch(), make_batch(4, 9, seed=2)):
         assert_matches_eager(step, policy_loss, model, batch)
     assert fused(step)
+
+
+class Flat(Layered):
+    """Its loop and its head are in one function."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = ended(x + layer(x).tanh())
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def in_one_layer(self: Layered, x: Tensor) -> Tensor:
+    for number, layer in enumerate(self.layers):
+        x = x + layer(x).tanh()
+        if number == 3:
+            x = ended(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (partial(Flat, None), 9),
+        (partial(Layered, by_number), 4),
+        (partial(Layered, in_one_layer), 2),
+    ],
+    ids=["the head in its function", "ahead of the head", "one end"],
+)
+def test_how_many_graphs_end_in_a_loop_over_layers(make: Any, most: int) -> None:
+    """As many as the loss head needs; where it is behind the loop's function, no more than a few:
+    each turn that a graph ends in is a capture of its own."""
+    torch.manual_seed(0)
+    model = make(depth=8)
+    step = optimize(model, policy_loss, QUIET)
+    batch = fixed(make_batch())
+    for _ in range(2):
+        assert_matches_eager(step, policy_loss, model, batch)
+    assert fused(step)
+    assert captures(step) <= most
 
 
 def by_rows(model: nn.Module, batch: Any) -> Tensor:

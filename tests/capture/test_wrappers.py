@@ -33,6 +33,7 @@ from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,
+    WIDTH,
     Mixer,
     assert_matches_eager,
     assert_same,
@@ -266,6 +267,30 @@ def test_a_loss_head_in_a_unit_of_its_own_is_a_miss_with_a_cure() -> None:
     assert step.report.of_kind("missed")
     (told,) = (r for r in step.report.of_kind("analysis") if "FSDP gathers" in r.reason)
     assert "leave the loss head to the whole model" in told.cure
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_table_made_of_a_buffer_is_no_loss_head() -> None:
+    """As rotary embeddings': ahead of the first unit it leaves its graph, as a head's logits do."""
+
+    class Turned(Mixer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angles", torch.rand(WIDTH, dtype=torch.float64))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            positions = torch.arange(ids.shape[1], dtype=torch.float64)
+            table = (self.angles[:, None] @ positions[None]).t().cos()
+            return self.head(torch.tanh(self.mix(self.embed(ids))) * table)
+
+    torch.manual_seed(0)
+    model, mesh = Turned(), init_device_mesh("cpu", (1,))
+    fully_shard(model.mix, mesh=mesh)
+    step = optimize(fully_shard(model, mesh=mesh), policy_loss, CONFIG)
+    for length in (9, 14):
+        assert_matches_eager(step, policy_loss, model, make_batch(length=length))
+    assert fused(step)
+    assert not step.report.of_kind("missed")
 
 
 class Apart(Mixer):

@@ -10,7 +10,7 @@ import math
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
@@ -41,6 +41,10 @@ _leave_rest_out = _TRANSLATOR.step_graph_break
 #: Instructions that the next one is not run behind.
 _LEAVE = ("RETURN", "RERAISE", "RAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _MANY_TURNS = 32  # each is captured on its own then
+_FEW_ENDS = 2  # of graphs in one loop, where no more are needed
+#: By code, at how many turns left it went on in a loop; and that whose loops no graph ends in.
+_WENT_ON: WeakKeyDictionary[CodeType, set[float]] = WeakKeyDictionary()
+_LEFT_OUT: WeakSet[CodeType] = WeakSet()
 
 
 def _may_end(self: Any) -> bool:
@@ -182,14 +186,38 @@ def _loops(translator: Any) -> bool:
 
     It may in one of few turns, or of turns that nobody can count, until it was captured for as
     many; and only where modules are named, which would be left out with the function. Of all others
-    the caller goes on behind the call.
+    the caller goes on behind the call. Where that is another part of a model, such as the loss head
+    behind its layers, nothing is lost by then: a loop that a third graph ends in is left to it.
     """
     lowest = _lowest_jumps(translator)[translator.instruction_pointer]
     if lowest >= translator.current_instruction.offset:
         return False
     turns = [left for value in translator.stack if (left := turns_left(value)) is not None]
     captured = len(cache_entries(translator.output.root_tx.f_code))
-    return max([captured, *turns]) >= _MANY_TURNS or not _names_modules(translator)
+    many = max([captured, *turns]) >= _MANY_TURNS
+    return many or _is_left_out(translator, turns) or not _names_modules(translator)
+
+
+def _is_left_out(translator: Any, turns: list[float]) -> bool:
+    """Whether a function's loop is left to its caller, which goes on with the model behind it."""
+    code = translator.f_code
+    known = _WENT_ON.setdefault(code, set())
+    if not hasattr(translator, "went_on"):
+        translator.went_on = sum(turns)
+        known.add(translator.went_on)
+    if len(known) > _FEW_ENDS and any(map(_goes_on, [*callers(translator)][1:])):
+        _LEFT_OUT.add(code)  # also when it is run by itself
+    return code in _LEFT_OUT
+
+
+def _goes_on(caller: Any) -> bool:
+    """Whether a function holds a module for behind what it calls, or names a part of its own."""
+    if any(isinstance(_held(caller, value), torch.nn.Module) for value in caller.stack):
+        return True
+    module = _held(caller, caller.symbolic_locals.get("self"))
+    parts = module._modules if isinstance(module, torch.nn.Module) else {}
+    behind = caller.instructions[caller.instruction_pointer :] if parts else ()
+    return any(isinstance(one.argval, str) and one.argval in parts for one in behind)
 
 
 def _names_modules(translator: Any) -> bool:
