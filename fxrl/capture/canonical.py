@@ -43,6 +43,7 @@ def canonicalize(graph: fx.Graph) -> None:
     _spell_numels(graph)
     _settle_slices(graph)
     _size_fills(graph)
+    _size_draws(graph)
     _rejoin_rows(graph)
     _index_gathered_rows(graph)
     eliminate_dead_code(graph)
@@ -141,13 +142,17 @@ def _size_fills(graph: fx.Graph) -> None:
             continue
         if (val := val_of(node)).is_contiguous():
             with builder.before(node):
-                sizes = [
-                    size if isinstance(size, int) else builder.call(aten.sym_size.int, row, dim)
-                    for dim, size in enumerate(val.shape)
-                ]
                 fill = bound(node).get("fill_value", _FILLS[node.target])
                 kind = {"dtype": val.dtype, "device": val.device}
+                sizes = _sizes(builder, as_node(row))
                 node.replace_all_uses_with(builder.call(aten.full.default, sizes, fill, **kind))
+
+
+def _sizes(builder: Builder, tensor: fx.Node) -> list[Any]:
+    return [
+        size if isinstance(size, int) else builder.call(aten.sym_size.int, tensor, dim)
+        for dim, size in enumerate(shape_of(tensor))
+    ]
 
 
 _FILLS: dict[Any, int] = {
@@ -155,6 +160,35 @@ _FILLS: dict[Any, int] = {
     aten.ones_like.default: 1,
     aten.full_like.default: 0,
 }
+
+
+def _size_draws(graph: fx.Graph) -> None:
+    """Let ``rand_like(logits)`` and ``empty_like(logits).exponential_()`` say the sizes that they
+    have: nothing else of the logits comes into what they draw."""
+    builder = Builder(graph)
+    for node in list(graph.nodes):
+        blank = is_call(node, aten.empty_like.default) and any(
+            is_call(user, *_OVERWRITING) for user in node.users
+        )
+        made = aten.empty.memory_format if blank else _DRAWS.get(node.target)
+        if made is None or not (val := val_of(node)).is_contiguous():
+            continue
+        with builder.before(node):
+            kind = {"dtype": val.dtype, "device": val.device}
+            drawn = builder.call(made, _sizes(builder, as_node(node.args[0])), **kind)
+        node.replace_all_uses_with(drawn)
+        graph.erase_node(node)  # or it would draw as well
+
+
+_DRAWS: dict[Any, Any] = {
+    aten.rand_like.default: aten.rand.default,
+    aten.randn_like.default: aten.randn.default,
+}
+#: Draws in place, of which nothing is left of what they are given.
+_OVERWRITING = tuple(
+    getattr(aten, name).default
+    for name in ("exponential", "normal_functional", "uniform", "cauchy", "log_normal", "geometric")
+)
 
 
 def _rejoin_rows(graph: fx.Graph) -> None:

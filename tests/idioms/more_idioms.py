@@ -940,12 +940,6 @@ def dropout_on_logits(hidden, weight, ids, mask, adv):
 
 
 @shape(REFUSE)
-def noise_on_logits(hidden, weight, ids, mask, adv):
-    z = head(hidden, weight)
-    return _pg(_logp(z + 0.0 * torch.randn_like(z), ids[:, 1:]), mask, adv)
-
-
-@shape(REFUSE)
 def sampled_tokens(hidden, weight, mask):
     lp = head(hidden, weight).log_softmax(-1)
     picked = torch.multinomial(lp.detach().exp().flatten(0, 1), 1).view(*lp.shape[:2], 1)
@@ -953,9 +947,8 @@ def sampled_tokens(hidden, weight, mask):
 
 
 @shape(REFUSE)
-def gumbel_softmax(hidden, weight, mask):
-    y = F.gumbel_softmax(head(hidden, weight), hard=True)
-    return 0.0 * _mean(y.sum(-1), mask[:, 1:])
+def dropped_logits(hidden, weight, mask):
+    return _mean(0.0 * F.dropout(head(hidden, weight)).logsumexp(-1), mask[:, 1:])
 
 
 # ---------------------------------------------------------------- refuse: tokens are mixed
@@ -1872,3 +1865,50 @@ def function_whose_backward_mixes_tokens(hidden, weight, ids, mask, adv):
 def function_that_draws(hidden, weight, ids, mask, adv):
     torch.manual_seed(0)
     return _pg(_logp(_NoisyLogits.apply(head(hidden, weight)), ids[:, 1:]), mask, adv)
+
+
+# ---------------------------------------------------------------- entries of what is no row itself
+@shape(APPLY)
+def given_entries_of_own_best(hidden, weight, ids, mask, adv):
+    logp, best = head(hidden, weight).log_softmax(-1).topk(4)
+    given = torch.linspace(-9, -1, weight.size(0), dtype=logp.dtype).expand(*ids[:, 1:].shape, -1)
+    return _mean((logp.exp() * (given.contiguous().gather(-1, best) - logp)).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def best_written_among_blanks(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    best, at = z.topk(4)
+    p = torch.full_like(z, float("-inf")).scatter(-1, at, best).softmax(-1)
+    return _mean((p * z.log_softmax(-1)).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def probabilities_of_groups(hidden, weight, ids, mask, adv):
+    p = head(hidden, weight).softmax(-1)
+    blank, group = p.new_zeros(*p.shape[:-1], 8), torch.arange(p.size(-1)) % 8
+    summed = blank.index_add(-1, group, p)
+    most = blank.scatter_reduce(-1, group.expand_as(p), p, "amax")
+    return _mean((summed.log() + most).mean(-1), mask[:, 1:])
+
+
+# ---------------------------------------------------------------- noise, and slopes of their own
+@shape(APPLY)
+def gumbel_softmax(hidden, weight, ids, mask, adv):
+    torch.manual_seed(0)
+    z = head(hidden, weight)
+    noisy = z + 0.1 * torch.randn_like(z)
+    drawn = F.gumbel_softmax(z, tau=0.7, hard=True)
+    return _mean((drawn * noisy.log_softmax(-1)).sum(-1), mask[:, 1:])
+
+
+@shape(APPLY)
+def trained_slopes(hidden, weight, ids, mask, adv):
+    return _pg(_logp(F.prelu(head(hidden, weight), hidden[0, 0, :1].abs()), ids[:, 1:]), mask, adv)
+
+
+@shape(REFUSE)
+def taken_from_all(hidden, weight, ids, mask, adv):
+    logp = head(hidden, weight).log_softmax(-1)
+    at = torch.arange(logp.numel() // logp.size(-1)) * logp.size(-1) + ids[:, 1:].flatten()
+    return _pg(logp.take(at).view(ids.size(0), -1), mask, adv)

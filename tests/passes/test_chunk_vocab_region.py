@@ -197,9 +197,12 @@ MISSES = {
     normalises_over_tokens: "aten._log_softmax.default runs over tokens (at %_log_softmax); "
     "take it over the vocabulary (dim=-1), or over what is computed per token",
     draws_random_numbers: "aten.native_dropout.default draws random numbers, "
-    "which a recompute would repeat (at %native_dropout)",
-    has_no_rule: "no row rule for aten.renorm.default (at %renorm)",
-    gives_two_elementwise: "no row rule for aten.frexp.Tensor (at %frexp)",
+    "which a recompute would repeat (at %native_dropout); "
+    "compute with noise of the logits' shape: torch.rand_like(logits)",
+    has_no_rule: "no row rule for aten.renorm.default (at %renorm); "
+    "compute it of what the loss has per token",
+    gives_two_elementwise: "no row rule for aten.frexp.Tensor (at %frexp); "
+    "compute it of what the loss has per token",
     merges_tokens_with_the_vocabulary: "a view merges token dims with the vocabulary dim "
     "(at %view); pick entries with gather, or with x[rows, ids]",
     takes_a_part_of_the_vocabulary: "the vocabulary is indexed by something other than one list "

@@ -55,7 +55,7 @@ aten = torch.ops.aten
 _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (compute.pointwise, (
         aten.masked_fill.Tensor, aten.fill.Tensor, aten.fill.Scalar, aten.rsub.Tensor,
-        aten.floor_divide.default, aten.hardswish.default)),
+        aten.floor_divide.default, aten.hardswish.default, aten._prelu_kernel.default)),
     (compute.elementwise_loss, (
         aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
         aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)),
@@ -102,7 +102,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
     (layout.write_columns, (
         aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_add.default,
         aten.index_copy.default)),
-    (layout.masked_select, (aten.masked_select.default,)),
+    (layout.entry_by_entry, (aten.masked_select.default, aten.take.default)),
     (joins.index_put, (aten.index_put.default,)),
     (joins.write_part, (aten.slice_scatter.default, aten.select_scatter.default)),
 ]

@@ -16,6 +16,7 @@ from fxrl.analysis.rows.expr import LOCAL, TOKEN, Leaf, RowExpr, RowStep, RowVal
 from fxrl.analysis.rows.rules import (
     RowRules,
     Rows,
+    absorb,
     dims_of,
     is_one,
     one_per_row,
@@ -308,9 +309,29 @@ def _others(rules: RowRules, value: RowValue, sizes: tuple[Size, ...], dim: int)
     return tuple(d for d, pair in pairs if d != dim and not rules.same_size(*pair))
 
 
+def _over_rows(rules: RowRules, node: fx.Node, *others: str) -> RowValue:
+    """What entries are taken from or written into, as rows: those of an index or a source where it
+    is none by itself, as blank entries are, or a teacher's under the student's best tokens."""
+    given = bound(node)
+    value, own = rules.row(given["self"]), given["self"]
+    row = next((row for name in others if (row := rules.row(given.get(name)))), None)
+    if value is not None or row is None:
+        return sole_row(rules, node)
+    dim, sizes = _own_dim(row, given["dim"], op_name(node)), shape_of(own)
+    tags = row.retagged(dim, rules.tag_of_size(sizes[dim]))
+    if (absorbed := absorb(rules, own, tags)) is None:
+        return RowValue(operand(rules, own, tags, sizes, each=True), tags, sizes)
+    one = row.expr
+    for _ in row.local_sizes:
+        one = rules.pool.call(aten.select.int, one, 1, 0)
+    blank = rules.pool.call(aten.zeros_like.default, one, dtype=val_of(own).dtype)
+    blank = one_per_row(rules, blank, absorbed)
+    return RowValue(rules.pool.call(aten.add.Tensor, absorbed.expr, blank), tags, sizes)
+
+
 def gather(rules: RowRules, node: fx.Node) -> Rows:
     """Where the index has fewer rows, these are the first ones."""
-    value, given = sole_row(rules, node), bound(node)
+    value, given = _over_rows(rules, node, "index"), bound(node)
     dim, wanted = _own_dim(value, given["dim"], "gather"), shape_of(given["index"])
     for d in _others(rules, value, wanted, dim):
         sizes = (*value.sizes[:d], wanted[d], *value.sizes[d + 1 :])
@@ -322,7 +343,7 @@ def gather(rules: RowRules, node: fx.Node) -> Rows:
 
 
 def scatter(rules: RowRules, node: fx.Node) -> Rows:
-    value, given = sole_row(rules, node), bound(node)
+    value, given = _over_rows(rules, node, "src", "index"), bound(node)
     dim = _own_dim(value, given["dim"], "scatter")
     rows = {  # of as many entries as there are tokens, where those are listed that came before
         name: _matching(rules, value, given[name], dim, "scatter's index", any_width=True)
@@ -358,7 +379,7 @@ def shared_ids(rules: RowRules, index: fx.Node) -> RowExpr:
 
 def write_columns(rules: RowRules, node: fx.Node) -> Rows:
     """``index_fill``, ``index_add`` and ``index_copy`` of a local dim; ``index_fill`` of tokens."""
-    value, given = sole_row(rules, node), bound(node)
+    value, given = _over_rows(rules, node, "source"), bound(node)
     if value.is_token(given["dim"] % len(value.tags)) and "source" not in given:
         return _fill_tokens(rules, node, value, given["dim"] % len(value.tags))
     dim = _own_dim(value, given["dim"], op_name(node))
@@ -505,7 +526,7 @@ def takes_all_rows(rules: RowRules, tokens: Spans, value: RowValue) -> bool:
     return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)
 
 
-def masked_select(rules: RowRules, node: fx.Node) -> RowValue:
+def entry_by_entry(rules: RowRules, node: fx.Node) -> RowValue:
     """Entries one by one: where a mask selects whole rows the lowering has made it ``x[rows]``."""
-    cure = "select rows by a mask of the rows: x[mask]"
+    cure = "select rows by a mask of the rows, x[mask], or pick entries with gather"
     raise Refusal(f"{op_name(node)} takes entries one by one", cure)

@@ -86,10 +86,13 @@ class RowRules:
                 "write it in PyTorch ops",
             )
         if draws_random(node):
-            raise Refusal(f"{target} draws random numbers, which a recompute would repeat")
+            raise Refusal(
+                f"{target} draws random numbers, which a recompute would repeat",
+                "compute with noise of the logits' shape: torch.rand_like(logits)",
+            )
         if is_pointwise(node) and is_tensor(node):  # ``frexp`` gives two
             return self.pointwise(self, node)
-        raise Refusal(f"no row rule for {target}")
+        raise Refusal(f"no row rule for {target}", "compute it of what the loss has per token")
 
     def follow(self, node: fx.Node) -> None:
         """Remember what a node that reads a row value is. Raises ``Refusal`` as ``apply`` does."""
