@@ -407,6 +407,17 @@ def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=where)
 
 
+def copy_like(value: torch.Tensor, device: str | None = None) -> torch.Tensor:
+    """A copy in the same layout. Where that is expanded one place holds many entries, which PyTorch
+    does not write as many: it is written once."""
+    copy, strides = memory_like(value, device), value.stride()
+    sizes = [
+        min(n, 1) if stride == 0 else n for n, stride in zip(value.shape, strides, strict=True)
+    ]
+    copy.as_strided(sizes, strides).copy_(value.as_strided(sizes, strides))
+    return copy
+
+
 def gpu_of(values: Iterable[Any]) -> torch.device | None:
     """The GPU that some of these are tensors on, if any is."""
     devices = (value.device for value in values if isinstance(value, torch.Tensor))

@@ -27,7 +27,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from fxrl.ir.graph import memory_like
+from fxrl.ir.graph import copy_like
 from fxrl.ops.host_memory import pool_of
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ def _moved(ctx: Any, movable: Sequence[bool], device: torch.device) -> int:
     def to_host(x: Tensor) -> Tensor:
         nonlocal moved
         moved += x.nbytes
-        return memory_like(x, device="cpu").copy_(x)
+        return copy_like(x, device="cpu")
 
     for one, may in zip(saved, movable, strict=False):
         if may:

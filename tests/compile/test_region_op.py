@@ -54,16 +54,25 @@ def test_any_number_of_rows(cut, options):
 
 def test_outputs_that_are_views_of_inputs_get_storage_of_their_own():
     def views(x):
-        return [x.view(-1), x.t(), x * 2]
+        return [x.view(-1), x.t(), x * 2, x[:, None].expand(3, 2, 4)]
 
     region = region_of(views, (torch.randn(3, 4),), (False,), (True,))
     kernels = build_region(region, None)
     x = torch.randn(3, 4, requires_grad=True)
-    flat, turned, double = call(kernels, [x], 0)
+    flat, turned, double, many = call(kernels, [x], 0)
     assert flat.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    (grad,) = torch.autograd.grad(turned.sum() + double.sum(), x)  # flat's gradient is None
-    torch.testing.assert_close(grad, torch.full((3, 4), 3.0))
+    torch.testing.assert_close(many, x[:, None].expand(3, 2, 4))
+    (grad,) = torch.autograd.grad(turned.sum() + double.sum() + many.sum(), x)  # none of flat
+    torch.testing.assert_close(grad, torch.full((3, 4), 5.0))
     del flat
+
+
+def test_a_gradient_that_is_expanded_gets_storage_of_its_own():
+    region = region_of(lambda x: [x.sum(0)], (torch.randn(3, 4),), (False,), (True,))
+    x = torch.randn(3, 4, requires_grad=True)
+    (out,) = call(build_region(region, None), [x], 0)
+    weight = torch.randn(4)
+    torch.testing.assert_close(torch.autograd.grad(out, x, weight)[0], weight.expand(3, 4))
 
 
 def test_an_input_without_a_path_gets_a_zero_gradient():

@@ -160,9 +160,8 @@ class TracedBody:
 
     def _trace_joint(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
         """Inputs and gradients of these outputs -> outputs and gradients of the inputs."""
-        tiled = self.region.tiled
         self.grad_examples = [
-            self._empty(output, output.shape, None if tiled else output.stride())
+            self._empty(output, output.shape, None if self._dense(output) else output.stride())
             for output in (outputs[i] for i in self.grad_outputs)
         ]
         self.input_examples = self._inputs()  # a mode traces one tensor as one value
@@ -252,9 +251,13 @@ class TracedBody:
         return self._empty(val, told, None) if len(told) == len(shape) else None
 
     def _fits(self, grad: Tensor, output: Tensor) -> bool:
-        dense = self.region.tiled  # whatever the output is
-        alike = dense or equal_shapes(grad.stride(), output.stride())
+        alike = self._dense(output) or equal_shapes(grad.stride(), output.stride())
         return alike and (grad.device, grad.dtype) == (output.device, output.dtype)
+
+    def _dense(self, output: Tensor) -> bool:
+        """Whether its gradient has a place for each entry, whatever the output has: of tiles, and
+        of what is expanded, whose gradients differ."""
+        return self.region.tiled or any(isinstance(by, int) and by == 0 for by in output.stride())
 
     # -- the functions that are traced
     def _forward(self, *inputs: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxrl.ir.graph import Size, memory_like
+from fxrl.ir.graph import Size, copy_like, memory_like
 from fxrl.ops import no_second_derivative
 from fxrl.ops.host_memory import can_wait, pool_of
 from fxrl.ops.out_of_memory import join, with_room
@@ -72,7 +72,7 @@ def fresh(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         pointer = output.untyped_storage().data_ptr()
         shared = pointer in seen and output.numel()
         # in the same layout, as the op says: a clone of a slice would have another
-        result.append(memory_like(output).copy_(output) if shared else output)
+        result.append(copy_like(output) if shared else output)
         seen.add(result[-1].untyped_storage().data_ptr())
     return result
 
