@@ -1892,6 +1892,14 @@ def probabilities_of_groups(hidden, weight, ids, mask, adv):
     return _mean((summed.log() + most).mean(-1), mask[:, 1:])
 
 
+@shape(APPLY)
+def columns_written_over(hidden, weight, ids, mask, adv):
+    z = head(hidden, weight)
+    out = adv.view(-1, 1, 1).expand(z.shape).clone()
+    out[..., :5] = z[..., 3:8]
+    return _mean(out.logsumexp(-1), mask[:, 1:])
+
+
 # ---------------------------------------------------------------- noise, and slopes of their own
 @shape(APPLY)
 def gumbel_softmax(hidden, weight, ids, mask, adv):

@@ -22,6 +22,7 @@ from fxrl.analysis.rows.layout import (
     from_the_start,
     is_list,
     normalised,
+    over_rows,
     picked,
     reshaped,
     selected,
@@ -338,7 +339,7 @@ def write_part(rules: RowRules, node: fx.Node) -> Rows:
         return row
     if (among := _among_blank(rules, node)) is not None:
         return among
-    value = sole_row(rules, node)
+    value = over_rows(rules, node, "src") if is_slice else sole_row(rules, node)
     dim = given["dim"] % len(value.tags)
     own = value.tags if is_slice else (*value.tags[:dim], *value.tags[dim + 1 :])
     if row is None:

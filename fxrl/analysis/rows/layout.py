@@ -309,7 +309,7 @@ def _others(rules: RowRules, value: RowValue, sizes: tuple[Size, ...], dim: int)
     return tuple(d for d, pair in pairs if d != dim and not rules.same_size(*pair))
 
 
-def _over_rows(rules: RowRules, node: fx.Node, *others: str) -> RowValue:
+def over_rows(rules: RowRules, node: fx.Node, *others: str) -> RowValue:
     """What entries are taken from or written into, as rows: those of an index or a source where it
     is none by itself, as blank entries are, or a teacher's under the student's best tokens."""
     given = bound(node)
@@ -325,13 +325,14 @@ def _over_rows(rules: RowRules, node: fx.Node, *others: str) -> RowValue:
     for _ in row.local_sizes:
         one = rules.pool.call(aten.select.int, one, 1, 0)
     blank = rules.pool.call(aten.zeros_like.default, one, dtype=val_of(own).dtype)
-    blank = one_per_row(rules, blank, absorbed)
+    wanted = (-1, *map(static, absorbed.local_sizes))  # what is absorbed may broadcast to
+    blank = rules.pool.call(aten.expand.default, one_per_row(rules, blank, absorbed), wanted)
     return RowValue(rules.pool.call(aten.add.Tensor, absorbed.expr, blank), tags, sizes)
 
 
 def gather(rules: RowRules, node: fx.Node) -> Rows:
     """Where the index has fewer rows, these are the first ones."""
-    value, given = _over_rows(rules, node, "index"), bound(node)
+    value, given = over_rows(rules, node, "index"), bound(node)
     dim, wanted = _own_dim(value, given["dim"], "gather"), shape_of(given["index"])
     for d in _others(rules, value, wanted, dim):
         sizes = (*value.sizes[:d], wanted[d], *value.sizes[d + 1 :])
@@ -343,7 +344,7 @@ def gather(rules: RowRules, node: fx.Node) -> Rows:
 
 
 def scatter(rules: RowRules, node: fx.Node) -> Rows:
-    value, given = _over_rows(rules, node, "src", "index"), bound(node)
+    value, given = over_rows(rules, node, "src", "index"), bound(node)
     dim = _own_dim(value, given["dim"], "scatter")
     rows = {  # of as many entries as there are tokens, where those are listed that came before
         name: _matching(rules, value, given[name], dim, "scatter's index", any_width=True)
@@ -379,7 +380,7 @@ def shared_ids(rules: RowRules, index: fx.Node) -> RowExpr:
 
 def write_columns(rules: RowRules, node: fx.Node) -> Rows:
     """``index_fill``, ``index_add`` and ``index_copy`` of a local dim; ``index_fill`` of tokens."""
-    value, given = _over_rows(rules, node, "source"), bound(node)
+    value, given = over_rows(rules, node, "source"), bound(node)
     if value.is_token(given["dim"] % len(value.tags)) and "source" not in given:
         return _fill_tokens(rules, node, value, given["dim"] % len(value.tags))
     dim = _own_dim(value, given["dim"], op_name(node))

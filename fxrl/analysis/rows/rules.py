@@ -358,7 +358,7 @@ def absorb(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowValue | 
 
 def _absorbed(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr | None:
     target: Any = node.target
-    if target in (aten.full.default, aten.zeros.default, aten.ones.default):
+    if target in _CONSTANTS:
         return _constant(rules, node, tags)
     if target is aten.expand.default:
         return operand(rules, bound(node)["self"], tags, shape_of(node))
@@ -380,6 +380,14 @@ def _absorbed(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr 
 
     args = [convert(arg) for arg in node.args]
     return rules.pool.call(target, *args, **{k: convert(v) for k, v in node.kwargs.items()})
+
+
+_CONSTANTS = (
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.empty.memory_format,  # written over, or nobody's business
+)
 
 
 def _constant(rules: RowRules, node: fx.Node, tags: tuple[Tag, ...]) -> RowExpr:
