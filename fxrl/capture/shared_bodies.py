@@ -316,12 +316,12 @@ def _call(frame: _Frame, old: fx.Node, body: _Body, inputs: list[fx.Node]) -> No
 
 
 def _is_a_layers(body: _Body) -> bool:
-    """Whether it has attention inside, or gives back rows like those that it is given and mixes
-    tokens, which nothing does that is a part of a head."""
+    """Whether it is given rows and has attention inside, or gives back rows like those and mixes
+    tokens, which nothing does that is a part of a head. A model of an ensemble is given ids."""
     nodes = [node for module in modules_of(body.gm) for node in module.graph.nodes]
-    if any(node.target is _SDPA for node in nodes):
-        return True
     given, result = _first_tensor(body.arguments), _first_tensor(body.result)
+    if any(node.target is _SDPA for node in nodes):
+        return given is None or given.is_floating_point()
     alike = given is not None and result is not None and given.shape == result.shape
     return alike and any(getattr(n.target, "__name__", n.target) in _MIXING for n in nodes)
 

@@ -449,3 +449,29 @@ def test_a_model_in_a_list_is_no_layer_that_cannot_be_outlined():
     parameters = list(model.parameters())
     gradients = [torch.autograd.grad(value, parameters) for value in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_models_of_an_ensemble_are_no_layers_but_have_heads():
+    """Equal ones are captured once, as layers are, and what they give is logits."""
+
+    class Ensemble(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.models = nn.ModuleList(Model(2) for _ in range(2))
+
+        def forward(self, ids):
+            return sum(model(ids).log_softmax(-1) for model in self.models) / 2
+
+    def loss(model, ids):
+        return -model(ids)[:, :-1].gather(-1, ids[:, 1:, None]).mean()
+
+    torch.manual_seed(0)
+    model = Ensemble().double()
+    config = fxrl.Config(min_saved_bytes=0, compile_regions=False, on_miss="error")
+    step = fxrl.optimize(model, loss, config)
+    parameters = list(model.parameters())
+    values = loss(model, ONE), step(ONE)
+    gradients = [torch.autograd.grad(value, parameters) for value in values]
+    torch.testing.assert_close(*values, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    assert any(r.pass_name == "chunk-vocab-region" for r in step.report.of_kind("applied"))
