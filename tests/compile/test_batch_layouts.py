@@ -249,6 +249,15 @@ def along(model, batch):
     return -mean(logps, batch["mask"]) - first.square().mean()
 
 
+def spaced(model, batch):
+    """Weights along a sequence, and pairs of tokens, each one of an earlier and a later."""
+    logps = shifted(model, batch["ids"])
+    count = logps.shape[1]
+    early, late = torch.triu_indices(count, count, 1)
+    paired = F.logsigmoid(logps[:, early] - logps[:, late]).mean()
+    return -(logps * torch.linspace(0.5, 1.5, steps=count)).mean() - paired
+
+
 def preference(model, batch):
     """DPO's."""
     chosen, rejected = (shifted(model, batch["ids"]) * batch["mask"]).sum(-1).chunk(2)
@@ -321,6 +330,7 @@ LAYOUTS = [
       bounds, sizes=ONE),
     L("tokens picked by the mask", lambda d, B, T: d.batch(mask=d.mask(B, T - 1).bool()), picked),
     L("tokens picked along", lambda d, B, T: d.batch(), along),
+    L("weights along a sequence", lambda d, B, T: d.batch(), spaced),
     L("chosen above rejected", lambda d, B, T: {
         "ids": d.ids(2 * B, T), "mask": d.mask(2 * B, T - 1)}, preference),
     L("[T, B]", lambda d, B, T: {"ids": d.ids(T, B), "mask": d.mask(T - 1, B)},

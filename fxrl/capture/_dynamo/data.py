@@ -47,6 +47,7 @@ from fxrl.capture.branches import Branches
 from fxrl.capture.breaks import place_of
 from fxrl.capture.checks import check, counted_rounds, counted_rows
 from fxrl.capture.repeated import again, begins
+from fxrl.capture.sized import SIZED
 from fxrl.ir.graph import has_hint, hint
 
 _JUMPS = [  # without those of Python's that Dynamo never meets: a compiler's, a debugger's
@@ -343,10 +344,18 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return VariableTracker.build(tx, _difference).call_function(tx, args, kwargs)
     if self.value is torch.take_along_dim and "out" not in kwargs:
         return VariableTracker.build(tx, _taken_along).call_function(tx, args, kwargs)
+    if self.value in SIZED and _vary([*args, *kwargs.values()]):
+        return VariableTracker.build(tx, SIZED[self.value]).call_function(tx, args, kwargs)
     method = _METHODS.get(self.value)
     if method is None or not args or not isinstance(args[0].realize(), TensorVariable):
         return _call(self, tx, args, kwargs)
     return args[0].realize().call_method(tx, method, [*args[1:]], kwargs)
+
+
+def _vary(given: list[Any]) -> bool:
+    """Whether there is a size among numbers and types, and nothing that is a tensor."""
+    kinds = {type(one.realize()) for one in given}
+    return SymNodeVariable in kinds and TensorVariable not in kinds
 
 
 def _entered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -523,8 +532,18 @@ _DRAWS = {"uniform_": _between, "normal_": _around}
 def _tensor_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "take_along_dim":
         return VariableTracker.build(tx, _taken_along).call_function(tx, [self, *args], kwargs)
+    value = self.as_proxy().node.meta.get("example_value")
+    if name == "fill_diagonal_" and len(args) == 1 and not kwargs and value.dim() == 2:
+        VariableTracker.build(tx, _filled_diagonal).call_function(tx, [self, *args], {})
+        return self
     call = _drawn if name in _DRAWS else _call_tensor
     return call(self, tx, name, args, kwargs)
+
+
+def _filled_diagonal(matrix: torch.Tensor, value: Any) -> None:
+    """``matrix.fill_diagonal_(value)``; torch's own writes through ``as_strided``, which would be
+    captured anew for each size, with a wrong gradient."""
+    matrix.diagonal().fill_(value)
 
 
 def _drawn(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
