@@ -223,3 +223,17 @@ def test_what_cannot_be_outlined_is_refused():
     with pytest.raises(Refusal, match="none of the nodes"):
         outline(graph, [])
     assert str(graph.graph) == before
+
+
+def test_sums_over_groups_of_the_vocabulary_are_compiled():
+    """Inductor would let ``index_add`` write into expanded zeros, of one place for all groups."""
+
+    def loss(model, batch):
+        p = model(batch["ids"]).softmax(-1)
+        groups = torch.arange(50) % 8
+        return -p.new_zeros(*p.shape[:2], 8).index_add(-1, groups, p).log().mean()
+
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50)).double()
+    step = optimized(model, loss, "chunk-vocab-region", compiled=True)
+    assert_matches_eager(step, loss, model, ids_batch(3, 7), tol=1e-9)
+    assert step.report.of_kind("applied")

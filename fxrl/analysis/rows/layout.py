@@ -6,6 +6,7 @@ What happens on local dims happens inside the row program; what picks or permute
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no stubs
@@ -321,13 +322,24 @@ def over_rows(rules: RowRules, node: fx.Node, *others: str) -> RowValue:
     tags = row.retagged(dim, rules.tag_of_size(sizes[dim]))
     if (absorbed := absorb(rules, own, tags)) is None:
         return RowValue(operand(rules, own, tags, sizes, each=True), tags, sizes)
+    expr = rules.pool.call(aten.add.Tensor, absorbed.expr, _zero_rows(rules, row, absorbed, own))
+    return RowValue(expr, tags, sizes)
+
+
+def _zero_rows(rules: RowRules, row: RowValue, like: RowValue, own: fx.Node) -> RowExpr:
+    """Zeros for each row, in all of the local dims of ``like``: what is absorbed may broadcast.
+
+    NOTE [Why not expanded]: Inductor leaves out what is added to zeros, and then lets
+    ``index_add`` write into the one place that an expanded row has for all its entries.
+    """
+    call, local = rules.pool.call, [*map(static, like.local_sizes)]
     one = row.expr
     for _ in row.local_sizes:
-        one = rules.pool.call(aten.select.int, one, 1, 0)
-    blank = rules.pool.call(aten.zeros_like.default, one, dtype=val_of(own).dtype)
-    wanted = (-1, *map(static, absorbed.local_sizes))  # what is absorbed may broadcast to
-    blank = rules.pool.call(aten.expand.default, one_per_row(rules, blank, absorbed), wanted)
-    return RowValue(rules.pool.call(aten.add.Tensor, absorbed.expr, blank), tags, sizes)
+        one = call(aten.select.int, one, 1, 0)
+    dtype, device = val_of(own).dtype, val_of(own).device
+    zero = call(aten.reshape.default, call(aten.zeros_like.default, one, dtype=dtype), (-1, 1))
+    many = call(aten.full.default, (math.prod(local),), 0, dtype=torch.int64, device=device)
+    return call(aten.reshape.default, call(aten.index_select.default, zero, 1, many), (-1, *local))
 
 
 def gather(rules: RowRules, node: fx.Node) -> Rows:
