@@ -532,8 +532,7 @@ _DRAWS = {"uniform_": _between, "normal_": _around}
 def _tensor_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "take_along_dim":
         return VariableTracker.build(tx, _taken_along).call_function(tx, [self, *args], kwargs)
-    value = self.as_proxy().node.meta.get("example_value")
-    if name == "fill_diagonal_" and len(args) == 1 and not kwargs and value.dim() == 2:
+    if name == "fill_diagonal_" and len(args) == 1 and not kwargs and self.ndim == 2:
         VariableTracker.build(tx, _filled_diagonal).call_function(tx, [self, *args], {})
         return self
     call = _drawn if name in _DRAWS else _call_tensor
