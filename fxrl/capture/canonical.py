@@ -22,13 +22,17 @@ from fxrl.ir.graph import (
     RESHAPES,
     HigherOrderOperator,
     as_node,
+    base_of,
     bound,
     eliminate_dead_code,
     has_hint,
+    hint,
     is_call,
+    needs_grad,
     shape_of,
     val_of,
 )
+from fxrl.ir.remark import Refusal
 from fxrl.ir.source import user_source
 
 aten = torch.ops.aten
@@ -40,6 +44,7 @@ def canonicalize(graph: fx.Graph) -> None:
     Runs in the fake mode of the trace. Sizes that are only equal by Dynamo's guards add guards.
     """
     _forget_offsets(graph)
+    _index_strided(graph)
     _spell_numels(graph)
     _settle_slices(graph)
     _size_fills(graph)
@@ -60,6 +65,59 @@ def _forget_offsets(graph: fx.Graph) -> None:
             ):
                 for asserted in list(compared.users):
                     graph.erase_node(asserted)
+
+
+def _index_strided(graph: fx.Graph) -> None:
+    """Let ``as_strided`` of a value, and what is written through it (as ``fill_diagonal_`` does),
+    take entries by their places.
+
+    A rewritten value may lie in memory otherwise than the traced one, and as the gradient of
+    ``as_strided_scatter`` PyTorch (2.11 to 2.15) keeps that of the entries which are overwritten.
+    """
+    builder = Builder(graph)
+    for node in list(graph.nodes):
+        writes = is_call(node, aten.as_strided_scatter.default)
+        if not writes and not is_call(node, aten.as_strided.default):
+            continue
+        value = as_node(node.args[0])
+        if base_of(value).op == "placeholder" and not (writes and needs_grad(value)):
+            continue  # it lies as the user's code has it
+        size, stride, offset = (bound(node)[name] for name in ("size", "stride", "storage_offset"))
+        order = _order_in_memory(value, node)
+        with builder.before(node):
+            laid = builder.call(aten.permute.default, value, order)
+            flat = builder.call(aten.reshape.default, laid, [-1])
+            device = val_of(value).device
+            places = builder.call(aten.arange.default, _numel(builder, value), device=device)
+            places = builder.call(aten.as_strided.default, places, size, stride, offset or 0)
+            places = builder.call(aten.reshape.default, places, [-1])
+            if writes:
+                src = builder.call(aten.reshape.default, node.args[1], [-1])
+                made = builder.call(aten.scatter.src, flat, 0, places, src)
+                sizes = [builder.call(aten.sym_size.int, value, dim) for dim in order]
+                made = builder.call(aten.reshape.default, made, sizes)
+                back = sorted(range(len(order)), key=order.__getitem__)
+                made = builder.call(aten.permute.default, made, back)
+            else:
+                made = builder.call(aten.index_select.default, flat, 0, places)
+                made = builder.call(aten.reshape.default, made, size)
+            node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _order_in_memory(value: fx.Node, node: fx.Node) -> list[int]:
+    """A value's dims, the one first whose entries lie farthest apart.
+
+    Raises:
+        Refusal: others lie between its entries, or ahead of them.
+    """
+    val = val_of(value)
+    strides = val.stride()
+    order = sorted(range(val.dim()), key=lambda dim: -hint(strides[dim]))
+    if val.storage_offset() != 0 or not val.permute(order).is_contiguous():
+        reason = "as_strided of a view, which may reach what the view does not show"
+        raise Refusal(reason, "index it, or take a contiguous copy first", node)
+    return order
 
 
 def _spell_numels(graph: fx.Graph) -> None:

@@ -186,6 +186,39 @@ def test_gradients_of_what_is_written(change: Callable[[Tensor], Tensor]) -> Non
     assert_matches_eager(optimize(model, loss_fn, QUIET), loss_fn, model, fixed(make_batch()))
 
 
+def a_diagonal(logp: Tensor) -> Tensor:
+    pairs = logp.exp() @ logp.exp().T
+    pairs.fill_diagonal_(-1.0)
+    return pairs.logsumexp(-1)
+
+
+def strided(logp: Tensor) -> Tensor:
+    logp = logp * 1.0
+    window = logp.as_strided((2, 3), (1, 1), 1)
+    first = logp.as_strided((2,), (logp.stride(0),))
+    first += logp.mean()
+    return logp.exp() + window.mean() + first.sum()
+
+
+def strided_the_other_way(logp: Tensor) -> Tensor:
+    logp = logp.T * 1.0
+    logp.as_strided((2,), (2,), 1).mul_(2)
+    return logp.exp()
+
+
+@pytest.mark.parametrize("change", [a_diagonal, strided, strided_the_other_way])
+def test_places_in_memory(change: Callable[[Tensor], Tensor]) -> None:
+    """What is picked or written by strides, of log-probs that lie otherwise once rewritten."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return -change(token_logps(model(batch["ids"]), batch["ids"])).mean()
+
+    model = make_model()
+    step = optimize(model, loss_fn, CONFIG)
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
+    assert fused(step)
+
+
 def a_gradient_for_the_detached(logits: Tensor, scale: Tensor) -> Tensor:
     shared = logits * 2
     detached = shared.detach()
