@@ -128,6 +128,21 @@ def test_a_backward_through_a_hook_may_run_again() -> None:
     assert_same(*found)
 
 
+def test_what_is_counted_behind_a_hook_is_kept() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        model.calls += 1  # type: ignore[operator, assignment]
+        loss = policy_loss(model, batch)
+        model.calls += 1  # type: ignore[operator, assignment]
+        return loss
+
+    model = Halved()
+    model.calls = 0  # type: ignore[assignment]
+    step = optimize(model, loss_fn, QUIET)
+    for number in (2, 4):
+        step(make_batch()).backward()
+        assert model.calls == number
+
+
 def generator(_: Tensor) -> Any:
     yield
 

@@ -30,6 +30,7 @@ from torch._dynamo.variables import (
     TupleVariable,
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
+    dicts,
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -313,7 +314,15 @@ def _as_text(tensor: Any, *, tensor_contents: str | None = None) -> str:
     return text
 
 
+def _effects_now(_: Any) -> Any:
+    """What an object's ``__dict__`` looks at. Once a hook's body was traced it is another one, and
+    what is written into the one of before is lost (torch 2.13)."""
+    return _tracing().output.side_effects
+
+
+_LOOKS = [one for name, one in vars(dicts).items() if name == "SideEffectsProxyDict"]  # 2.12 on
 REPLACED: list[tuple[Any, str, Any]] = [
+    *((look, "side_effects", property(_effects_now, lambda *_: None)) for look in _LOOKS),
     (torch._tensor_str, "_str", _as_text),
     (CheckpointHigherOrderVariable, "_call_function", _checkpointed),
     (SideEffects, "check_allowed_side_effect", _is_allowed),
