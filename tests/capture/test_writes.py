@@ -219,6 +219,34 @@ def test_places_in_memory(change: Callable[[Tensor], Tensor]) -> None:
     assert fused(step)
 
 
+class Mixing(torch.autograd.Function):
+    """Whose backward mixes tokens, so that it stays one call."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.roll(1, 1)
+
+
+def test_a_tensor_of_one_number() -> None:
+    """What PyTorch traces with a Python number written in, it traces twice."""
+    total = torch.zeros((), dtype=torch.float64)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        logits = Mixing.apply(model(batch["ids"]))
+        total.add_(batch["adv"].mean())
+        return -token_logps(logits, batch["ids"]).mean()
+
+    batch = fixed(make_batch())
+    step = optimize(make_model(), loss_fn, QUIET)
+    for number in (1, 2):
+        step(batch).backward()
+        torch.testing.assert_close(total, number * batch["adv"].mean())
+
+
 def a_gradient_for_the_detached(logits: Tensor, scale: Tensor) -> Tensor:
     shared = logits * 2
     detached = shared.detach()

@@ -68,10 +68,12 @@ from fxrl.capture.recorded import (
     with_own_mappings,
 )
 
+_Graph: Any = torch._dynamo.output_graph.OutputGraph
 _tracing: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
 _is_constant_dict = ConstDictVariable.is_python_constant
-_end_graph = torch._dynamo.output_graph.OutputGraph.compile_subgraph
+_end_graph = _Graph.compile_subgraph
 _call_checkpoint = CheckpointHigherOrderVariable._call_function
+_erase_numbers = _Graph.remove_tensorify_specialized_graphargs
 _check_effect = SideEffects.check_allowed_side_effect
 _print = DebuggingVariable.call_function
 _isinstance = LazyVariableTracker.lazy_isinstance
@@ -314,6 +316,16 @@ def _as_text(tensor: Any, *, tensor_contents: str | None = None) -> str:
     return text
 
 
+def _without_numbers(self: Any) -> None:
+    """Erases inputs that became constants. Dynamo asks this of all nodes that nobody but
+    ``item()`` reads, and so of a write into a tensor of one number, which stays."""
+    made = [node for node in self.graph.nodes if node.op != "placeholder"]
+    values = {node: node.meta.pop("example_value") for node in made if "example_value" in node.meta}
+    _erase_numbers(self)
+    for node, value in values.items():
+        node.meta["example_value"] = value
+
+
 def _effects_now(_: Any) -> Any:
     """What an object's ``__dict__`` looks at. Once a hook's body was traced it is another one, and
     what is written into the one of before is lost (torch 2.13)."""
@@ -332,7 +344,8 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "_method_register_hook", _hooked),
     (SkipFunctionVariable, "call_function", _skipped),
     (AutogradFunctionVariable, "call_apply", _applied),
-    (torch._dynamo.output_graph.OutputGraph, "compile_subgraph", _compile_subgraph),
+    (_Graph, "compile_subgraph", _compile_subgraph),
+    (_Graph, "remove_tensorify_specialized_graphargs", _without_numbers),
     (ConstDictVariable, "is_python_constant", _is_constant),
     (LazyVariableTracker, "lazy_isinstance", _is_instance),
 ]
