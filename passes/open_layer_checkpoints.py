@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxrl.analysis.outline import computes
-from fxrl.ir.bodies import CHECKPOINT, body_of, inline, what_it_saves
+from fxrl.ir.bodies import CHECKPOINT, body_of, inline, what_it_saves, written_inputs
 from fxrl.ir.graph import is_call, is_view
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice
@@ -48,7 +48,7 @@ class OpenLayerCheckpoints(Normalisation[Site]):
             if what_it_saves(body) is not None:
                 why = "selective checkpointing (context_fn) says itself what the layer keeps"
                 yield Miss(call, Refusal(why, "checkpoint the layer without context_fn"))
-            else:
+            elif not written_inputs(body):  # what it writes into it writes into twice
                 yield Site(call, 0)
 
     def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:

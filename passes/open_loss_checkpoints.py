@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrl.analysis.attention import SDPA
 from fxrl.analysis.layers import layer_path
 from fxrl.analysis.rows.heads import CLASS_OPS, feeds_class_op
-from fxrl.ir.bodies import CHECKPOINT, HALVES, Halves, body_of, inline
+from fxrl.ir.bodies import CHECKPOINT, HALVES, Halves, body_of, inline, written_inputs
 from fxrl.ir.graph import PRODUCTS, is_call, is_tensor
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
@@ -47,6 +47,9 @@ class OpenLossCheckpoints(Normalisation[Site]):
                 continue
             if (why := body.meta.get("not_lowered")) is not None:
                 yield Miss(call, Refusal(f"the checkpointed loss could not be lowered: {why}"))
+            elif written_inputs(body):
+                why = "the checkpointed loss writes into a tensor, in its backward once more"
+                yield Miss(call, Refusal(why, "write behind the checkpointed call"))
             else:
                 yield Site(call, 0)
 

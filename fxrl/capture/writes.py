@@ -29,7 +29,7 @@ from fxrl.capture._torch import (
     storage_of,
     sync,
 )
-from fxrl.ir.graph import HigherOrderOperator, base_of, inputs_of, is_call, needs_grad
+from fxrl.ir.graph import HigherOrderOperator, base_of, is_call, needs_grad
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -203,18 +203,6 @@ def _old_of_write(node: fx.Node) -> fx.Node | None:
     old, detached = node.args[0].args[:2]
     same = is_call(detached, aten.detach.default) and detached.args[0] is old
     return old if same and isinstance(old, fx.Node) else None
-
-
-def written_inputs(graph: fx.Graph) -> tuple[int, ...]:
-    """Which inputs a lowered graph writes into."""
-    places = {node: at for at, node in enumerate(inputs_of(graph))}
-    found = set()
-    for node in graph.nodes:
-        into: Any = node.args[0] if is_call(node, aten.copy_.default) else None
-        while isinstance(into, fx.Node) and into not in places and into.args:
-            into = into.args[0]  # written into detached
-        found.add(places.get(into, -1))
-    return tuple(found - {-1})
 
 
 # ---------------------------------------------------------------------------- taken back

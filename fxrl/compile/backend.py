@@ -23,7 +23,6 @@ from fxrl.capture.branches import CannotBeginAnewError, follows_branches, talks_
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.lower import lower
 from fxrl.capture.shared_bodies import share_bodies
-from fxrl.capture.writes import written_inputs
 from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
@@ -36,7 +35,7 @@ from fxrl.compile.planning import Batch, Planner, batches_of
 from fxrl.compile.region_costs import known_profiles
 from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError, did_you_mean, first_line
-from fxrl.ir.bodies import CHECKPOINT, body_of, clone
+from fxrl.ir.bodies import CHECKPOINT, body_of, clone, written_inputs
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.graph import IS_PART, gpu_of, has_hint, hint, tensor_val
@@ -138,7 +137,7 @@ class Backend:
             return as_written(gm)
         capture.running = True
         assert capture.lowered is not None
-        written = written_inputs(capture.lowered.graph)
+        written = written_inputs(capture.lowered)
         return Guarded(run, gm, written, lambda why: self._fall_back(capture, Refusal(why))).first
 
     def _rewrite(self, capture: Capture, inputs: Sequence[Any]) -> fx.GraphModule | None:

@@ -9,12 +9,13 @@ for ``dump``, and compiles it where a higher-order op needs that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fxrl.analysis.saved_tensors import read_later
 from fxrl.capture._torch import RestartAnalysis
@@ -27,7 +28,14 @@ from fxrl.compile._torch import (
     without_autocast,
 )
 from fxrl.compile.bodies.flex import attach_flex
-from fxrl.ir.bodies import CALL_LAYER, CHECKPOINT, modules_of, what_it_saves
+from fxrl.ir.bodies import (
+    CALL_LAYER,
+    CHECKPOINT,
+    body_of,
+    modules_of,
+    what_it_saves,
+    written_inputs,
+)
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
     HigherOrderOperator,
@@ -38,8 +46,12 @@ from fxrl.ir.graph import (
     needs_grad,
     relax_views,
 )
+from fxrl.ir.region import region_calls
 
 aten = torch.ops.aten
+#: Where a checkpointed body that writes says into which inputs, and whether a run for the backward
+#: ends once that has all it needs.
+_WRITES = "writes"
 
 
 def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -124,8 +136,31 @@ def restore_checkpoints(gm: fx.GraphModule) -> None:
     """Dynamo's checkpoint calls as ``torch.utils.checkpoint`` again, without reentrance."""
     for module in modules_of(gm):
         for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
+            body = body_of(module, node)
+            if body is not None and (written := written_inputs(body)):
+                # A region gives at once all that the backward needs, ahead of writes from inside.
+                body.meta[_WRITES] = written, not region_calls(body)
+                _write_early(body.graph)
             node.target = run_checkpointed
         module.recompile()
+
+
+def _write_early(graph: fx.Graph) -> None:
+    """Let a body write where the user's function does, not at its end: run again, it ends once all
+    that the backward needs is there."""
+    inputs = inputs_of(graph)
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        into, value = map(as_node, write.args[:2])
+        before = [node for node in _readers(base_of(into)) if node < write]
+        max([inputs[-1], into, value, *before]).append(write)
+
+
+def _readers(value: fx.Node) -> Iterator[fx.Node]:
+    """What reads a value, itself or through a view."""
+    for user in value.users:
+        yield user
+        if is_view(user):
+            yield from _readers(user)
 
 
 def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
@@ -134,16 +169,18 @@ def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
     kept: dict[str, Any] = {"preserve_rng_state": bool(options.get("preserve_rng_state", True))}
     if (what_to_save := what_it_saves(body)) is not None:
         kept["context_fn"] = what_to_save
-    # The user's function reads its weights by itself. As arguments they would have to stay as they
-    # are until the backward.
-    weights = {i: arg for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)}
+    # The user's function reads its weights by itself, and what it writes into. As arguments they
+    # would have to stay as they are until the backward.
+    written, ends_early = body.meta.get(_WRITES, ((), True))
+    own = {i: arg for i, arg in enumerate(args) if i in written or isinstance(arg, nn.Parameter)}
 
     def run(*rest: Any) -> Any:
         others = iter(rest)
-        return body(*(weights[i] if i in weights else next(others) for i in range(len(args))))
+        return body(*(own[i] if i in own else next(others) for i in range(len(args))))
 
-    rest = [arg for i, arg in enumerate(args) if i not in weights]
-    return checkpoint(run, *rest, use_reentrant=False, **kept)
+    rest = [arg for i, arg in enumerate(args) if i not in own]
+    with nullcontext() if ends_early else set_checkpoint_early_stop(False):
+        return checkpoint(run, *rest, use_reentrant=False, **kept)
 
 
 def compile_by_aot(

@@ -82,6 +82,23 @@ def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
     return body if isinstance(body, fx.GraphModule) else None
 
 
+def written_inputs(gm: fx.GraphModule) -> frozenset[int]:
+    """Which inputs a lowered graph writes into, itself or by the bodies of its calls."""
+    places = {node: at for at, node in enumerate(inputs_of(gm.graph))}
+    found = set()
+    for node in gm.graph.nodes:
+        written: list[Any] = (
+            list(node.args[:1]) if is_call(node, torch.ops.aten.copy_.default) else []
+        )
+        if (body := body_of(gm, node)) is not None:
+            written = [node.args[1 + at] for at in written_inputs(body)]
+        for into in written:
+            while isinstance(into, fx.Node) and into not in places and into.args:
+                into = into.args[0]  # written into detached
+            found.add(places.get(into, -1))
+    return frozenset(found - {-1})
+
+
 def what_it_saves(body: fx.GraphModule) -> Any:
     """The ``context_fn`` of selective checkpointing, as Dynamo notes it; None for a plain call."""
     return body.meta.get(_CONTEXT_FN)

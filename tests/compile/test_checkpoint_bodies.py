@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import (
 )
 
 import fxrl
+from fxrl.passes import REGISTRY
+from tests.passes.layered import Block
 
 aten = torch.ops.aten
 
@@ -112,6 +115,57 @@ def test_a_weight_that_is_written_after_a_checkpointed_call():
     loss_fn(eager, batch).backward()
     for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+
+
+class Counting(Block):
+    """A layer that keeps statistics of what it has seen: once a call, and once a run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("running", torch.zeros(8))
+
+    def mlp(self, x):
+        with torch.no_grad():
+            self.running.lerp_(x.mean((0, 1)), 0.1)
+        self.calls += 1
+        return super().mlp(x) + self.running
+
+
+class CountingModel(nn.Module):
+    def __init__(self, whole):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList(Counting() for _ in range(3))
+        self.head = nn.Linear(8, 64, bias=False)
+        self.whole = whole
+        self.double()
+
+    def forward(self, ids):
+        return checkpoint(self.run, ids, use_reentrant=False) if self.whole else self.run(ids)
+
+    def run(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x) if self.whole else checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("passes", [None, tuple(REGISTRY)], ids=["ops", "regions"])
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
+def test_what_a_checkpointed_body_writes_is_written_as_often_as_in_eager(whole, passes):
+    model, eager = CountingModel(whole), CountingModel(whole)
+    config = fxrl.Config(compile_regions=False, min_saved_bytes=0, passes=passes, on_miss="ignore")
+    step = fxrl.optimize(model, loss_fn, config)
+    batch = {"ids": torch.randint(64, (3, 5)), "y": torch.randint(64, (3, 5))}
+    for _ in range(2):
+        step(batch).backward()
+        loss_fn(eager, batch).backward()
+        for found, wanted in zip(model.buffers(), eager.buffers(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=1e-10)
 
 
 def told_to_require_grad(hidden, weight):
