@@ -25,7 +25,7 @@ from fxrl.capture.canonical import canonicalize
 from fxrl.capture.functions import lower_functions
 from fxrl.capture.opaque import is_whole, under
 from fxrl.capture.tracing import trace, tracing
-from fxrl.capture.writes import refuse_lost_values, refuse_strided_writes
+from fxrl.capture.writes import refuse_lost_values
 from fxrl.errors import first_line
 from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graphs_of, save_as, set_body, what_it_saves
 from fxrl.ir.graph import (
@@ -73,7 +73,6 @@ def lower(
             node.meta["requires_grad"] = False
     else:
         refuse_lost_values(lowered.graph)
-        refuse_strided_writes(lowered.graph)
         _check_gradients(gm, lowered)
     known = {} if known is None else known
     _lower_bodies(lowered, grad_enabled, known)

@@ -174,19 +174,6 @@ def refuse_lost_values(graph: fx.Graph) -> None:
             raise Refusal(reason, "write before the call, or into a clone", node)
 
 
-def refuse_strided_writes(graph: fx.Graph) -> None:
-    """Refuse a write through ``as_strided`` into what needs a gradient: PyTorch differentiates
-    ``as_strided_scatter`` as if all but the written entries had been overwritten.
-
-    Raises:
-        Refusal: there is one.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
-        if needs_grad(node.args[0]):
-            reason = "PyTorch has a wrong gradient for writes through as_strided"
-            raise Refusal(reason, "write into a slice, or into diagonal()", node)
-
-
 def _differentiated(graph: fx.Graph) -> Iterator[fx.Node]:
     """The calls whose derivatives the graph's results take; not those that end under no_grad."""
     reached = set(graph.output_node().all_input_nodes)

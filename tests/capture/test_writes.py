@@ -343,25 +343,16 @@ def test_a_write_into_memory_that_another_tensor_shares() -> None:
         assert any("shares its memory with another one" in reason for reason in reasons)
 
 
-def test_a_diagonal_that_is_filled_and_what_is_written_through_as_strided() -> None:
-    """PyTorch has a wrong gradient for the latter's functional form: it runs as written."""
+def test_a_diagonal_that_is_filled_is_captured_once() -> None:
+    """PyTorch writes it through ``as_strided``, whose numbers hold for one size."""
 
-    def diagonal(model: nn.Module, batch: Any) -> Tensor:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         logps = token_logps(model(batch["ids"]), batch["ids"])
         return (logps @ logps.T).fill_diagonal_(0.5).square().mean()
 
-    def strided(model: nn.Module, batch: Any) -> Tensor:
-        logps = token_logps(model(batch["ids"]), batch["ids"]) * 1
-        logps.as_strided((3,), (2,)).fill_(0.5)
-        return logps.square().mean()
-
     model = make_model()
-    step = optimize(model, diagonal, CONFIG)
+    step = optimize(model, loss_fn, CONFIG)
     for rows in (3, 4):
-        assert_matches_eager(step, diagonal, model, make_batch(rows))
+        assert_matches_eager(step, loss_fn, model, make_batch(rows))
     assert fused(step)
     assert captures(step) == 1
-    step = optimize(model, strided, QUIET)
-    assert_matches_eager(step, strided, model, fixed(make_batch()))
-    reasons = [remark.reason for remark in step.report.of_kind("missed")]
-    assert any("writes through as_strided" in reason for reason in reasons)

@@ -541,7 +541,7 @@ def _tensor_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, A
 
 def _filled_diagonal(matrix: torch.Tensor, value: Any) -> None:
     """``matrix.fill_diagonal_(value)``; torch's own writes through ``as_strided``, which would be
-    captured anew for each size, with a wrong gradient."""
+    captured anew for each size."""
     matrix.diagonal().fill_(value)
 
 
