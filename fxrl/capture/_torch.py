@@ -56,9 +56,10 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # tracing, ov
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.utils import _python_dispatch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op below autograd
 
-from fxrl.ir.graph import fake_mode_of, memory_like
+from fxrl.ir.graph import fake_mode_of, inputs_of, memory_like
 from fxrl.scoped import swapped
 
 SET_GRAD = torch._C._set_grad_enabled  # what a Dynamo graph calls where torch.no_grad begins and ends
@@ -79,6 +80,7 @@ reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled
 in_dispatch_mode = torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals  # where Dynamo captures nothing
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
 functorch_depth = torch._C._functorch.get_dynamic_layer_stack_depth  # how many one is inside of
+functional_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FUNCTIONAL)  # of functional tensors, the one in force
 
 # Python's side of functionalisation: pending writes applied; whether there were any; the value.
 sync: Callable[[Any], None] = torch._sync
@@ -112,6 +114,42 @@ def fake_like(fake: FakeTensor) -> FakeTensor:
     weights of 35 layers with LoRA.
     """
     return FakeTensor(fake.fake_mode, memory_like(fake, "meta"), fake.device)
+
+
+def traced_inputs() -> list[fx.Node]:
+    """The inputs of the graph that ``make_fx`` traces now."""
+    tracer: Any = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+    return inputs_of(tracer.graph)
+
+
+def trace_call(
+    target: Any, args: Any, kwargs: Any, result: Any, modules: Mapping[str, torch.nn.Module]
+) -> fx.Node:
+    """Put a call into the graph that ``make_fx`` traces now, as it stands.
+
+    Args:
+        args, kwargs: values of the trace, modules, and what is in ``traced_inputs``.
+        result: what looks like its result, and is that from here on.
+        modules: those among its arguments, and others, by their paths.
+    """
+    tracer: Any = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, torch.nn.Module):
+            name = next(path for path, one in modules.items() if one is leaf).replace(".", "_")
+            setattr(tracer.root, name, leaf)
+            return tracer.create_node("get_attr", name, (), {})
+        if isinstance(leaf, torch.SymInt):
+            return tracer.create_arg(proxy_tensor.fetch_sym_proxy(tracer)(leaf))
+        if isinstance(leaf, torch.Tensor):
+            return tracer.create_arg(tracer.unwrap_proxy(leaf))
+        return leaf
+
+    args, kwargs = pytree.tree_map(place, (args, kwargs))
+    call: fx.Node = tracer.create_node("call_function", target, args, kwargs)
+    tensors = pytree.tree_map(lambda x: x if isinstance(x, torch.Tensor) else None, result)
+    proxy_tensor.track_tensor_tree(tensors, tracer.proxy(call), constant=None, tracer=tracer)
+    return call
 
 
 TO_FLOAT = ELEMENTWISE_TYPE_PROMOTION_KIND.INT_TO_FLOAT

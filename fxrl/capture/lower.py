@@ -23,7 +23,7 @@ from fxrl.analysis.layers import layer_path, signature
 from fxrl.capture._torch import SET_GRAD, STATIC_INPUT, FakeTensor, fake_like
 from fxrl.capture.canonical import canonicalize
 from fxrl.capture.functions import lower_functions
-from fxrl.capture.opaque import is_whole, under
+from fxrl.capture.opaque import allow_any_strides, under
 from fxrl.capture.tracing import trace, tracing
 from fxrl.capture.writes import refuse_lost_values
 from fxrl.errors import first_line
@@ -60,11 +60,9 @@ def lower(
     inputs = inputs_of(gm.graph)
     _mark_gradients(inputs)
     examples = [example_of(node) for node in inputs]
-    passed = {node for node in inputs if _only_passed(node)}
-    lowered, opaque = trace(gm, passed, grad_enabled)
-    _add_inputs(lowered, inputs, passed)
+    lowered = trace(gm, grad_enabled)
     _name_placeholders(gm, lowered, examples)
-    opaque.restore(lowered)
+    allow_any_strides(lowered.graph)
     with tracing(gm):
         canonicalize(lowered.graph)
     propagate_requires_grad(lowered.graph)
@@ -113,31 +111,6 @@ def _mark_gradients(inputs: list[fx.Node]) -> None:
             example_of(node).requires_grad_()
 
 
-def _only_passed(node: fx.Node) -> bool:
-    """Whether an input goes into calls that stay whole, and nowhere else: a layer's weight.
-
-    Such inputs are no part of the trace, in which each costs as much as an op does: a fifth of the
-    lowering of 36 layers with LoRA. While it is made, their nodes stand for their values.
-    """
-    whole = all(user.op == "call_function" and is_whole(user) for user in node.users)
-    value = example_of(node)
-    return whole and type(value) is FakeTensor and value.layout == torch.strided
-
-
-def _add_inputs(lowered: fx.GraphModule, inputs: list[fx.Node], passed: set[fx.Node]) -> None:
-    """Give a traced graph the inputs that were left out, each in its place."""
-    traced = iter(inputs_of(lowered.graph))
-    last: fx.Node | None = None
-    for node in inputs:
-        if node not in passed:
-            last = next(traced)
-            continue
-        at = lowered.graph.inserting_before if last is None else lowered.graph.inserting_after
-        with at(last):
-            last = lowered.graph.placeholder(node.name)
-        last.meta["val"] = fake_like(example_of(node))
-
-
 def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: list[Any]) -> None:
     """Give the lowered graph Dynamo's input names, and mark what needs a gradient and what is a
     parameter or buffer."""
@@ -149,6 +122,8 @@ def _name_placeholders(gm: fx.GraphModule, lowered: fx.GraphModule, examples: li
             node._rename(f"{node.name}_here")
     for source, node, example in zip(theirs, ours, examples, strict=True):
         node.name = node.target = source.name
+        if "val" not in node.meta and isinstance(example, FakeTensor):  # it was only passed
+            node.meta["val"] = fake_like(example)
         node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
         node.meta["of_model"] = STATIC_INPUT in source.meta.get("tensor_dict", {})
         for key in ("stack_trace", "tensor_dict"):

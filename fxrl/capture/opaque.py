@@ -1,19 +1,18 @@
 """Calls that lowering must not open: they carry a backward, a policy or a kernel of their own.
 
-While the graph is traced, each such call is stood in for by one traceable op; afterwards the
-original call is put back in its place, its submodules included.
+Each goes into the traced graph as one call, its submodules included; its results are known by what
+Dynamo had for them.
 """
 
 from __future__ import annotations
 
-import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -23,12 +22,17 @@ from fxrl.capture._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    FunctionalTensor,
     TorchDispatchMode,
+    fake_like,
+    functional_mode,
     library_op,
     saved_tensors_hooks,
+    trace_call,
     without_dispatch_modes,
 )
-from fxrl.ir.graph import HigherOrderOperator, example_of, hint, inputs_of, is_view, memory_like
+from fxrl.capture.writes import unwrap
+from fxrl.ir.graph import HigherOrderOperator, example_of, hint, is_view, reached
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 _T: Any = torch.Tensor
@@ -57,24 +61,6 @@ def under(casts: Autocasts) -> Iterator[None]:
             cast = torch.autocast(kind, wanted.get(kind), enabled=kind in wanted)
             stack.enter_context(cast)
         yield
-
-
-@torch.library.custom_op(
-    "fxrl::stand_in",
-    mutates_args=(),
-    schema="(Tensor[] tensors, SymInt[] sizes, int key) -> Tensor[]",
-    tags=(torch.Tag.nondeterministic_seeded,),  # else torch runs it where tensors are constants
-)
-def _stand_in(tensors: list[torch.Tensor], sizes: list[int], key: int) -> list[torch.Tensor]:
-    raise AssertionError("a stand-in is replaced before anything runs")
-
-
-_EXAMPLES: dict[int, Any] = {}
-
-
-@_stand_in.register_fake
-def _(tensors: list[torch.Tensor], sizes: list[int], key: int) -> list[torch.Tensor]:
-    return [memory_like(output) for output in _EXAMPLES[key]]
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -198,117 +184,46 @@ _GIVEN = object()
 _VALUES = (torch.Tensor, torch.SymInt, fx.Node)
 
 
-class OpaqueCalls:
-    """The opaque calls of one graph: stand-ins while tracing, originals afterwards.
+def call_whole(node: fx.Node, args: Any, kwargs: Any, modules: Mapping[str, nn.Module]) -> Any:
+    """Put an opaque call into the graph that is traced; what looks like its result.
 
-    An argument that is a node is an input of the graph that was left out of the trace.
+    Args:
+        args, kwargs: what the trace has of its arguments: values, or inputs of its graph.
+        modules: those of its graph, by their paths.
     """
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self._gm = gm
-        self._calls: dict[int, tuple[fx.Node, Any, list[Any], Autocasts]] = {}
-        self._inputs: dict[str, fx.Node] = {}  # of the lowered graph
-
-    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Trace the stand-in of ``node`` and return values of the original's structure."""
-        key = id(node)
-        if node.target is _SDPA:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _autocast, (args, kwargs))
-            # A scale that was another one before is a symbol; here it is a guarded constant.
-            args, kwargs = pytree.tree_map_only(torch.SymFloat, float, (args, kwargs))
+    target: Any = node.target
+    casts = autocasts()
+    if target is _SDPA:
+        target = torch.ops.aten.scaled_dot_product_attention.default
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _autocast, (args, kwargs))
+        # A scale that was another one before is a symbol; here it is a guarded constant.
+        args, kwargs = pytree.tree_map_only(torch.SymFloat, float, (args, kwargs))
+        named = ("query", "key", "value")[len(args) :]  # passes read operands by their place
+        args = (*args, *(kwargs[name] for name in named))
+        kwargs = {name: value for name, value in kwargs.items() if name not in named}
+    elif not is_whole(node):
         flat, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-        sizes = [leaf for leaf in flat if isinstance(leaf, torch.SymInt)]
-        self._calls[key] = (node, spec, flat, autocasts())
-        outputs, out_spec = pytree.tree_flatten(self._example(node))
-        _EXAMPLES[key] = [output for output in outputs if isinstance(output, torch.Tensor)]
-        try:
-            results = list(torch.ops.fxrl.stand_in(tensors, sizes, key))
-        finally:
-            del _EXAMPLES[key]
-        filled = [results.pop(0) if isinstance(o, torch.Tensor) else o for o in outputs]
-        return pytree.tree_unflatten(filled, out_spec)
-
-    def _example(self, node: fx.Node) -> Any:
-        value = example_of(node)
-        if value is None:
-            values = {u.args[1]: example_of(u) for u in node.users}
-            value = tuple(values.get(i) for i in range(1 + max(values, default=0)))  # type: ignore[type-var, operator, arg-type]
-        return value
-
-    def restore(self, lowered: fx.GraphModule) -> None:
-        """Put the original calls back into the lowered graph."""
-        graph = lowered.graph
-        self._inputs = {node.name: node for node in inputs_of(graph)}
-        for call in list(graph.nodes):
-            if call.op == "call_function" and call.target is torch.ops.fxrl.stand_in.default:
-                with graph.inserting_before(call):
-                    _allow_any_strides(self._restore_one(lowered, call))
-        graph.lint()
-
-    def _restore_one(self, lowered: fx.GraphModule, call: fx.Node) -> fx.Node:
-        tensors, sizes, key = call.args
-        node, spec, flat, casts = self._calls[key]  # type: ignore[index]
-        tensor_queue, size_queue = list(tensors), list(sizes)  # type: ignore[arg-type]
-
-        def leaf(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return tensor_queue.pop(0)
-            if isinstance(value, torch.SymInt):
-                return size_queue.pop(0)
-            if isinstance(value, fx.Node):
-                return self._inputs[value.name]
-            if isinstance(value, torch.nn.Module):
-                return self._submodule(lowered, value)
-            return value
-
-        target: Any = node.target
-        if target is _SDPA or is_whole(node):
-            args, kwargs = pytree.tree_unflatten([leaf(value) for value in flat], spec)
-        else:
-            args, kwargs = [leaf(value) for value in flat if isinstance(value, _VALUES)], {}
-            target = _Bound(target, spec, flat, casts)
-        if target is _SDPA:
-            target = torch.ops.aten.scaled_dot_product_attention.default
-            named = ("query", "key", "value")[len(args) :]  # passes read operands by their place
-            args = [*args, *(kwargs[name] for name in named)]
-            kwargs = {name: value for name, value in kwargs.items() if name not in named}
-        original = lowered.graph.call_function(target, tuple(args), kwargs)
-        original.meta = {k: v for k, v in call.meta.items() if k != "val"}
-        original.meta["autocasts"] = casts  # a body is lowered later, outside of the user's block
-        self._rewire(call, original, self._example(node))
-        return original
-
-    def _submodule(self, lowered: fx.GraphModule, module: torch.nn.Module) -> fx.Node:
-        name = next(n for n, m in self._gm.named_modules() if m is module)
-        flat_name = name.replace(".", "_")
-        if not hasattr(lowered, flat_name):
-            lowered.add_module(flat_name, module)
-        return lowered.graph.get_attr(flat_name)
-
-    @staticmethod
-    def _rewire(call: fx.Node, original: fx.Node, example: Any) -> None:
-        """Point the stand-in's outputs at the original's (one tensor, or a flat tuple)."""
-        vals = call.meta["val"]
-        single = isinstance(example, torch.Tensor)
-        original.meta["val"] = vals[0] if single else tuple(vals)
-        positions = [
-            i for i, o in enumerate([example] if single else example) if isinstance(o, torch.Tensor)
-        ]
-        for item in list(call.users):
-            assert item.target is operator.getitem
-            index: Any = item.args[1]
-            if single:
-                item.replace_all_uses_with(original)
-            else:
-                picked = call.graph.call_function(operator.getitem, (original, positions[index]))
-                picked.meta = dict(item.meta)
-                item.replace_all_uses_with(picked)
-            call.graph.erase_node(item)
-        call.graph.erase_node(call)
+        target = _Bound(target, spec, flat, casts)
+        args, kwargs = tuple(leaf for leaf in flat if isinstance(leaf, _VALUES)), {}
+    args, kwargs = pytree.tree_map_only(FunctionalTensor, unwrap, (args, kwargs))
+    with without_dispatch_modes():
+        result = pytree.tree_map_only(torch.Tensor, fake_like, _result_of(node))
+    call = trace_call(target, args, kwargs, result, modules)
+    call.meta["autocasts"] = casts  # a body is lowered later, outside of the user's block
+    if functional_mode() is None:
+        return result
+    return pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, result)
 
 
-def _allow_any_strides(call: fx.Node) -> None:
+def _result_of(node: fx.Node) -> Any:
+    value = example_of(node)
+    if value is None:
+        values = {u.args[1]: example_of(u) for u in node.users}
+        value = tuple(values.get(i) for i in range(1 + max(values, default=0)))  # type: ignore[type-var, operator, arg-type]
+    return value
+
+
+def allow_any_strides(graph: fx.Graph) -> None:
     """Let what views an opaque result copy it where it must.
 
     NOTE [Why]: how attention lays out its result depends on the kernel, which is chosen anew at run
@@ -316,17 +231,20 @@ def _allow_any_strides(call: fx.Node) -> None:
     for the layout that was traced may not hold for that one, and ``contiguous`` may have left no
     trace; ``reshape`` is a view where it can be.
     """
-    for user in call.users:
-        if is_view(user):
-            if user.target is torch.ops.aten.view.default:
-                user.target = torch.ops.aten.reshape.default
-            _allow_any_strides(user)
+
+    def views(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if is_view(user)]
+
+    for node in reached([node for node in graph.nodes if "autocasts" in node.meta], views):
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
 
 
 def _autocast(operand: torch.Tensor) -> torch.Tensor:
     """As autocast hands it to an op of its lower-precision list, such as attention.
 
-    The stand-in is no such op, and the lowered graph runs with autocast off.
+    A call that goes into the graph as it is asks nobody, and the lowered graph runs with autocast
+    off.
     """
     narrow = operand.is_floating_point() and operand.dtype != torch.float64
     return (

@@ -176,17 +176,17 @@ def test_the_rewritten_graph_has_no_mask():
 %unsqueeze_2 = aten.unsqueeze.default(%docs, 1) : i64[2, 1, 6]
 %unsqueeze_3 = aten.unsqueeze.default(%unsqueeze_2, 2) : i64[2, 1, 1, 6]
 %mask_blocks_default = fxrl.mask_blocks.default([%unsqueeze_1, %unsqueeze_3], 'bitwise_and(eq(v0, v1), le(key, query))', 6, 6, cpu) : (i32[2, 1, 1], i32[2, 1, 1, 1], i32[2, 1, 1], i32[2, 1, 1, 1], i32[2, 1, 1], i32[2, 1, 1, 1], i32[2, 1, 1], i32[2, 1, 1, 1])
-%getitem_1 = operator.getitem(%mask_blocks_default, 0) : i32[2, 1, 1]
-%getitem_2 = operator.getitem(%mask_blocks_default, 1) : i32[2, 1, 1, 1]
-%getitem_3 = operator.getitem(%mask_blocks_default, 2) : i32[2, 1, 1]
-%getitem_4 = operator.getitem(%mask_blocks_default, 3) : i32[2, 1, 1, 1]
-%getitem_5 = operator.getitem(%mask_blocks_default, 4) : i32[2, 1, 1]
-%getitem_6 = operator.getitem(%mask_blocks_default, 5) : i32[2, 1, 1, 1]
-%getitem_7 = operator.getitem(%mask_blocks_default, 6) : i32[2, 1, 1]
-%getitem_8 = operator.getitem(%mask_blocks_default, 7) : i32[2, 1, 1, 1]
-%masked_attention_default = fxrl.masked_attention.default(%q, %key, %value, [%unsqueeze_1, %unsqueeze_3], [%getitem_1, %getitem_2, %getitem_3, %getitem_4, %getitem_5, %getitem_6, %getitem_7, %getitem_8], 'bitwise_and(eq(v0, v1), le(key, query))', 0.5773502691896257) : (f64[2, 4, 6, 3], f64[2, 4, 6])
-%getitem_9 = operator.getitem(%masked_attention_default, 0) : f64[2, 4, 6, 3]
-return %getitem_9""",
+%getitem = operator.getitem(%mask_blocks_default, 0) : i32[2, 1, 1]
+%getitem_1 = operator.getitem(%mask_blocks_default, 1) : i32[2, 1, 1, 1]
+%getitem_2 = operator.getitem(%mask_blocks_default, 2) : i32[2, 1, 1]
+%getitem_3 = operator.getitem(%mask_blocks_default, 3) : i32[2, 1, 1, 1]
+%getitem_4 = operator.getitem(%mask_blocks_default, 4) : i32[2, 1, 1]
+%getitem_5 = operator.getitem(%mask_blocks_default, 5) : i32[2, 1, 1, 1]
+%getitem_6 = operator.getitem(%mask_blocks_default, 6) : i32[2, 1, 1]
+%getitem_7 = operator.getitem(%mask_blocks_default, 7) : i32[2, 1, 1, 1]
+%masked_attention_default = fxrl.masked_attention.default(%q, %key, %value, [%unsqueeze_1, %unsqueeze_3], [%getitem, %getitem_1, %getitem_2, %getitem_3, %getitem_4, %getitem_5, %getitem_6, %getitem_7], 'bitwise_and(eq(v0, v1), le(key, query))', 0.5773502691896257) : (f64[2, 4, 6, 3], f64[2, 4, 6])
+%getitem_8 = operator.getitem(%masked_attention_default, 0) : f64[2, 4, 6, 3]
+return %getitem_8""",
     )
 
 

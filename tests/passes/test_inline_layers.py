@@ -79,11 +79,11 @@ def test_applied():
 %sin = aten.sin.default(%batch) : f64[2, 3, 4]
 %held_2 = @held_1
 %fxrl_layer = torch.ops.higher_order.fxrl_layer(%held_2, %sin, %model.0.up.weight) : (f64[2, 3, 4])
-%getitem_2 = operator.getitem(%fxrl_layer, 0) : f64[2, 3, 4]
+%getitem = operator.getitem(%fxrl_layer, 0) : f64[2, 3, 4]
 %held_3 = @held_1
-%fxrl_layer_1 = torch.ops.higher_order.fxrl_layer(%held_3, %getitem_2, %model_1_up_weight) : (f64[2, 3, 4])
-%getitem_3 = operator.getitem(%fxrl_layer_1, 0) : f64[2, 3, 4]
-%pow_1 = aten.pow.Tensor_Scalar(%getitem_3, 2) : f64[2, 3, 4]
+%fxrl_layer_1 = torch.ops.higher_order.fxrl_layer(%held_3, %getitem, %model_1_up_weight) : (f64[2, 3, 4])
+%getitem_1 = operator.getitem(%fxrl_layer_1, 0) : f64[2, 3, 4]
+%pow_1 = aten.pow.Tensor_Scalar(%getitem_1, 2) : f64[2, 3, 4]
 %sum_1 = aten.sum.default(%pow_1) : f64[]
 return %sum_1
 
@@ -133,10 +133,10 @@ def test_a_region_of_the_body_is_each_layers_own():
         """\
 %sin = aten.sin.default(%batch) : f64[2, 3, 4]
 %region_default = fxrl.region.default([%model.0.up.weight, %sin], '...', 0, []) : (f64[2, 3, 4])
-%getitem = operator.getitem(%region_default, 0) : f64[2, 3, 4]
-%region_default_1 = fxrl.region.default([%model_1_up_weight, %getitem], '...', 0, []) : (f64[2, 3, 4])
-%getitem_4 = operator.getitem(%region_default_1, 0) : f64[2, 3, 4]
-%pow_1 = aten.pow.Tensor_Scalar(%getitem_4, 2) : f64[2, 3, 4]
+%getitem_2 = operator.getitem(%region_default, 0) : f64[2, 3, 4]
+%region_default_1 = fxrl.region.default([%model_1_up_weight, %getitem_2], '...', 0, []) : (f64[2, 3, 4])
+%getitem_3 = operator.getitem(%region_default_1, 0) : f64[2, 3, 4]
+%pow_1 = aten.pow.Tensor_Scalar(%getitem_3, 2) : f64[2, 3, 4]
 %sum_1 = aten.sum.default(%pow_1) : f64[]
 return %sum_1""",
     )

@@ -54,8 +54,8 @@ def test_applied():
         """\
 %wrap_body_0 = @wrap_body_0
 %tag_activation_checkpoint = torch.ops.higher_order.tag_activation_checkpoint(%wrap_body_0, %x, %w, use_reentrant=False) : (f64[4, 4])
-%getitem_1 = operator.getitem(%tag_activation_checkpoint, 0) : f64[4, 4]
-return %getitem_1
+%getitem = operator.getitem(%tag_activation_checkpoint, 0) : f64[4, 4]
+return %getitem
 
 @wrap_body_0:
   %region_default = fxrl.region.default([%x, %w], '...', 0, []) : (f64[4, 4])
@@ -67,8 +67,8 @@ return %getitem_1
         lines(gm),
         """\
 %region_default = fxrl.region.default([%x, %w], '...', 0, []) : (f64[4, 4])
-%getitem = operator.getitem(%region_default, 0) : f64[4, 4]
-return %getitem""",
+%getitem_1 = operator.getitem(%region_default, 0) : f64[4, 4]
+return %getitem_1""",
     )
     assert_expected_inline(
         plain(report),

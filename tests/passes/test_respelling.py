@@ -304,8 +304,8 @@ def test_a_checkpointed_head_is_opened():
         """\
 %wrap_body_0 = @wrap_body_0
 %tag_activation_checkpoint = torch.ops.higher_order.tag_activation_checkpoint(%wrap_body_0, %x, %w, %ids, use_reentrant=False) : (f64[4, 1])
-%getitem_1 = operator.getitem(%tag_activation_checkpoint, 0) : f64[4, 1]
-return %getitem_1
+%getitem = operator.getitem(%tag_activation_checkpoint, 0) : f64[4, 1]
+return %getitem
 
 @wrap_body_0:
   %mm = aten.mm.default(%x, %w) : f64[4, 5]
@@ -493,8 +493,8 @@ def test_a_mask_that_nobody_reads_is_not_kept():
 %le = aten.le.Tensor(%unsqueeze, %unsqueeze_1) : b8[5, 5]
 %wrap_body_0 = @wrap_body_0
 %tag_activation_checkpoint = torch.ops.higher_order.tag_activation_checkpoint(%wrap_body_0, %x, %le, use_reentrant=False) : (f64[2, 3, 5, 4])
-%getitem_1 = operator.getitem(%tag_activation_checkpoint, 0) : f64[2, 3, 5, 4]
-return %getitem_1
+%getitem = operator.getitem(%tag_activation_checkpoint, 0) : f64[2, 3, 5, 4]
+return %getitem
 
 @wrap_body_0:
   %scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(%x, %x, %x, attn_mask=None, is_causal=True) : f64[2, 3, 5, 4]
@@ -506,8 +506,8 @@ return %getitem_1
         """\
 %wrap_body_0 = @wrap_body_0
 %tag_activation_checkpoint = torch.ops.higher_order.tag_activation_checkpoint(%wrap_body_0, %x, use_reentrant=False) : (f64[2, 3, 5, 4])
-%getitem_1 = operator.getitem(%tag_activation_checkpoint, 0) : f64[2, 3, 5, 4]
-return %getitem_1
+%getitem = operator.getitem(%tag_activation_checkpoint, 0) : f64[2, 3, 5, 4]
+return %getitem
 
 @wrap_body_0:
   %scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(%x, %x, %x, attn_mask=None, is_causal=True) : f64[2, 3, 5, 4]
