@@ -138,8 +138,6 @@ class RowEmitter:
             return self.call(aten.permute.default, node, order)
         if step.kind == "index":
             return self._index(node, step)
-        if step.kind == "pad":
-            return self._pad(node, *step.args)
         if step.kind in ("zeros", "place", "write"):
             return self._among_zeros(node, step)
         if step.kind in ("cat", "stack"):
@@ -149,18 +147,6 @@ class RowEmitter:
         if step.kind == "slice" and not has_hint(*step.result):
             return self._counted_rows(target, (node, *args), step)
         return self.call(target, node, *args)
-
-    def _pad(self, node: fx.Node, dim: int, before: Size, after: Size) -> fx.Node:
-        """Pad rows with zeros by concatenation; the op that pads would specialise symbolic
-        sizes."""
-        shape, val = shape_of(node), val_of(node)
-        kind = {"dtype": val.dtype, "device": val.device}
-
-        def zeros(size: Size) -> list[fx.Node]:
-            sizes = self._sized([*shape[:dim], size, *shape[dim + 1 :]])
-            return [] if size == 0 else [self.builder.call(aten.full.default, sizes, 0, **kind)]
-
-        return self.builder.call(aten.cat.default, [*zeros(before), node, *zeros(after)], dim)
 
     def _among_zeros(self, node: fx.Node, step: RowStep) -> fx.Node:
         """Rows of zeros, and the given ones at their places among them."""

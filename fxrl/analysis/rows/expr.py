@@ -41,10 +41,10 @@ class RowStep:
 
     # ``"slice"`` (dim, start, end, step), ``"select"`` (dim, index), ``"split"`` (op, dim, sizes,
     # index of the part), ``"permute"`` (order), ``"index"`` (one index tensor or None per token
-    # dim), ``"pad"`` (dim, rows of zeros before, and after), ``"place"`` (index tensors of the
-    # result: where the rows are among rows of zeros), ``"write"`` (dim, bounds of the slice of
-    # zeros that is written, sizes of this slice), ``"zeros"`` (), ``"expand"`` () to as many rows
-    # as data knows, ``"cat"`` and ``"stack"`` (dim, parts: the steps and token sizes of each).
+    # dim), ``"place"`` (index tensors of the result: where the rows are among rows of zeros),
+    # ``"write"`` (dim, bounds of the slice of zeros that is written, sizes of this slice),
+    # ``"zeros"`` (), ``"expand"`` () to as many rows as data knows, ``"cat"`` and ``"stack"``
+    # (dim, parts: the steps and token sizes of each).
     kind: str
     args: tuple[Any, ...]  # dims count token dims only; graph values (indices) are ``fx.Node``
     # Sizes of the token dims that the step expects; a tensor with the same rows under other token

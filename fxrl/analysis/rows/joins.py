@@ -10,6 +10,7 @@ that hidden states of zeros have, where the computation keeps zeros, or else a m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -195,7 +196,7 @@ def _keeping(rules: RowRules, value: RowValue, fill: Any) -> RowValue | None:
     if fill is None or _blank(value.expr) == fill:
         return None if fill is None else value
     rows = next(part.leaf for part in leaves([value.expr]) if part.leaf and part.leaf.tiled)
-    if not _is_finite(value.expr) or any(map(rows.takes, ("pad", "place", "write", "zeros"))):
+    if not _is_finite(value.expr) or any(map(rows.takes, ("place", "write", "zeros"))):
         return None
     rank = len(rows.token_sizes or ())
     ones: list[tuple[Any, tuple[Any, ...]]] = [(aten.detach.default, ())]
@@ -222,15 +223,13 @@ def pad(rules: RowRules, node: fx.Node) -> Rows:
     if not padded:
         return value
     if len(set(padded)) == 1 and value.wide:
-        rows = units_as_tokens(rules, value, padded)
-        at = 2 * (len(value.tags) - 1 - padded[0])
-        cuts = [size for size in pads[at : at + 2] if isinstance(size, int) and size < 0]
-        if rows.is_token(padded[0]) and not cuts:
+        rows, at = units_as_tokens(rules, value, padded), 2 * (len(sizes) - 1 - padded[0])
+        around = pads[at : at + 2]
+        if rows.is_token(padded[0]) and not any(isinstance(n, int) and n < 0 for n in around):
             kept = _keeping(rules, rows, float(bound(node)["value"] or 0))
             if kept is None:
                 raise constants
-            around = (rows.token_dim(padded[0]), *pads[at : at + 2])
-            return selected(rules, kept, "pad", around, sizes)
+            return _between_blank(rules, node, kept, padded[0], around)
     local: list[Any] = []
     for at, dim in enumerate(reversed(range(len(value.tags) - len(pads) // 2, len(value.tags)))):
         pair = pads[2 * at : 2 * at + 2]
@@ -241,6 +240,21 @@ def pad(rules: RowRules, node: fx.Node) -> Rows:
     if any(not isinstance(size, int) for size in local):
         raise Refusal("the padding of the vocabulary depends on the batch")
     return rules.call(node, rules.resized(value.tags, sizes), self=value.expr, pad=local)
+
+
+def _between_blank(
+    rules: RowRules, node: fx.Node, row: RowValue, dim: int, around: Sequence[Any]
+) -> RowValue:
+    """Rows with so many blank ones before and behind them."""
+    parts = [(row.expr, row.token_sizes)]
+    for place, size in zip((0, 2), around, strict=True):
+        if size != 0:
+            count = size.meta["val"] if isinstance(size, fx.Node) else size
+            tokens = replace(
+                row, sizes=(*row.sizes[:dim], count, *row.sizes[dim + 1 :])
+            ).token_sizes
+            parts.insert(place, (_zeros(rules, row, tokens), tokens))
+    return _side_by_side(rules, node, dim, row.tags, parts)
 
 
 # ---------------------------------------------------------------------------- writes into a part
