@@ -116,6 +116,11 @@ def fake_like(fake: FakeTensor) -> FakeTensor:
     return FakeTensor(fake.fake_mode, memory_like(fake, "meta"), fake.device)
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in a structure of values."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def traced_inputs() -> list[fx.Node]:
     """The inputs of the graph that ``make_fx`` traces now."""
     tracer: Any = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]

@@ -92,11 +92,11 @@ def _of_method(method: Any, name: str, owner: Any) -> Iterator[tuple[str, Any, _
     method = inspect.unwrap(method)
     yield name, method, frozenset()
     if isinstance(method, types.FunctionType):
-        yield name, owner, _names(method.__code__)
+        yield name, owner, names_in(method.__code__)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any, _Names]]:
-    names = _names(function.__code__)
+    names = names_in(function.__code__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not yet filled
             yield name, cell.cell_contents, names
@@ -115,7 +115,7 @@ def _is_near(function: Any, other: Any) -> bool:
 
 
 @cache
-def _names(code: types.CodeType) -> _Names:
+def names_in(code: types.CodeType) -> _Names:
     """All names in a function's code, and in that of the functions inside of it."""
     inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names, inner))
+    return frozenset(code.co_names).union(*map(names_in, inner))

@@ -28,6 +28,7 @@ from fxrl.capture._torch import (
     functional_mode,
     library_op,
     saved_tensors_hooks,
+    tensors_in,
     trace_call,
     without_dispatch_modes,
 )
@@ -90,8 +91,9 @@ def is_unseen(node: fx.Node) -> bool:
 
 def _has_own_backward(node: fx.Node) -> bool:
     """Whether an ``autograd.Function`` has recorded the call."""
-    known = {value.grad_fn for arg in node.all_input_nodes for value in _tensors_of(arg)}
-    waiting = [value.grad_fn for value in _tensors_of(node)]
+    read = [example_of(arg) for arg in node.all_input_nodes]
+    known = {value.grad_fn for value in tensors_in(read)}
+    waiting = [value.grad_fn for value in tensors_in(example_of(node))]
     for recorded in waiting:  # which grows meanwhile
         if recorded is None or recorded in known:
             continue
@@ -146,19 +148,13 @@ def gradient_reads_data(op: Any, args: Any, kwargs: Any) -> bool:
     with without_dispatch_modes(), FakeTensorMode(), torch.enable_grad():
         args, kwargs = pytree.tree_map(empty, (args, kwargs))
         try:
-            made = pytree.tree_leaves(op(*args, **kwargs))
-            found = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
+            found = [one for one in tensors_in(op(*args, **kwargs)) if one.requires_grad]
             torch.autograd.backward(found, [*map(torch.ones_like, found)])
         except (DataDependentOutputException, DynamicOutputShapeException):
             return True
         except Exception:  # whatever it lacks, the body that holds it says
             return False
     return False
-
-
-def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(example_of(node))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 class _Bound:

@@ -40,6 +40,7 @@ from fxrl.capture._torch import (
     OptimizedModule,
     in_graph,
     looked_up_by,
+    tensors_in,
     uncollected,
     written_by_trace,
 )
@@ -358,7 +359,7 @@ def begins(token: int, args: Any, kwargs: Any) -> Tensor:
     top = {id(value) for value in (*args, *kwargs.values())} if layer.trains else set()
     layer.fed = [
         leaf.requires_grad or (id(leaf) in top and _is_starved(leaf))
-        for leaf in _tensors((args, kwargs))
+        for leaf in tensors_in((args, kwargs))
     ]
     return torch.zeros(())
 
@@ -398,7 +399,7 @@ def again(token: int, args: Any, kwargs: Any) -> Any:
         raise Refusal(f"the step writes into {layer.path} otherwise than into {first.path}")
     if _apart(written) != _apart(first.written):
         raise Refusal(f"the step writes into Python objects between {first.path} and {layer.path}")
-    fed = [leaf.requires_grad for leaf in _tensors((args, kwargs))]
+    fed = [leaf.requires_grad for leaf in tensors_in((args, kwargs))]
     if any(now and not then for now, then in zip(fed, first.fed, strict=False)):
         raise Refusal(f"{layer.path} is given a gradient inside of an argument, {first.path} none")
 
@@ -422,10 +423,6 @@ def _apart(written: dict[int, Any]) -> dict[int, Any]:
 def _is_inside(key: int) -> bool:
     """Whether a layer holds the object of this id."""
     return any(key in layer.contents.held for layer in _LAYERS.values())
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _modes() -> tuple[Any, ...]:

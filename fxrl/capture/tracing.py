@@ -38,6 +38,7 @@ from fxrl.capture._torch import (
     make_fx,
     only_what_is_read,
     storage_of,
+    tensors_in,
     traced_inputs,
     without_function_modes,
     without_functionalize_key,
@@ -231,10 +232,6 @@ def _is_replaced(function: Any) -> bool:
     return own and any(function is one for one in vars(torch.nn.functional).values())
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 class _Lowering(fx.Interpreter):
     """Runs a Dynamo graph under tracing, keeping what ATen alone would lose.
 
@@ -287,7 +284,7 @@ class _Lowering(fx.Interpreter):
         if n.op != "call_function" or (op is None and not is_unseen(n)):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        given = _tensors_in((args, kwargs))
+        given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
         recording = torch.set_grad_enabled(self._mode.recording)
         with recording, ToldAutograd() as told, Recorded() as inside:
@@ -312,7 +309,7 @@ class _Lowering(fx.Interpreter):
         if is_whole(n) or is_unseen(n):
             reason = "a call with a backward of its own is inside of torch.func's transforms"
             raise Refusal(reason, "differentiate what it is made of, or the loss outside of it", n)
-        given = _tensors_in([self.env[node] for node in n.all_input_nodes])
+        given = tensors_in([self.env[node] for node in n.all_input_nodes])
         versions = [tensor._version for tensor in given]
         with torch.set_grad_enabled(self._mode.recording):
             result = super().run_node(n)

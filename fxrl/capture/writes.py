@@ -28,6 +28,7 @@ from fxrl.capture._torch import (
     has_effects,
     storage_of,
     sync,
+    tensors_in,
 )
 from fxrl.ir.graph import HigherOrderOperator, base_of, is_call, needs_grad
 from fxrl.ir.remark import Refusal
@@ -130,7 +131,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
+            yield from tensors_in(given)
 
 
 def _alike(tensor: torch.Tensor, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

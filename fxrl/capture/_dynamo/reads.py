@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fxrl.capture.held_models import names_in
 from fxrl.ir.source import is_library
 
 LITERALS = int, float, bool, str, bytes, type(None), torch.dtype, torch.device
@@ -33,7 +34,7 @@ class Read:
             if code is None or code in seen or is_library(code.co_filename):
                 continue
             seen.add(code)
-            self._names |= (names := _names(code))
+            self._names |= (names := names_in(code))
             self._owners += (cells := one.__closure__ or ())
             values = [cell.cell_contents for cell in cells]
             values += [one.__self__] if hasattr(one, "__self__") else []
@@ -75,8 +76,3 @@ class Read:
         homes = (own, own["_buffers"], own["_parameters"], own["_modules"]) if module else (own,)
         for home in homes:
             yield from ((name, home[name]) for name in sorted(self._names & home.keys()))
-
-
-def _names(code: CodeType) -> set[str]:
-    within = (_names(one) for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*within)
