@@ -45,7 +45,7 @@ from fxrl.ir.graph import (
 from fxrl.ir.graph_pass import PassDoc
 from fxrl.ir.remark import Refusal
 from fxrl.ops.linear_logprob import OUTPUTS, LossHead
-from fxrl.ops.linear_logprob.arguments import made_in_forward
+from fxrl.ops.linear_logprob.arguments import joined_outputs, made_in_forward
 from fxrl.ops.piecewise_head import PART, Held
 from fxrl.passes.chunk_vocab_region import HeadCluster, HeadPass
 
@@ -151,13 +151,15 @@ class _Emission:
         head, transform = self.algebra.head, self.algebra.transform
         assert transform is not None
         hidden = self.emit(head.args[head.target is aten.addmm.default])
+        stats = self.algebra.stats
+        differentiated = [name for name in OUTPUTS if stats.get(name)]
         options: dict[str, Any] = {
             "bias": None if transform.bias is None else self.emit(transform.bias),
             "temperature": self._temperature(hidden, transform),
             "scale": transform.scale,
             "softcap": transform.softcap,
-            "outputs": ",".join(name for name in OUTPUTS if name in self.algebra.stats),
-            "grad_outputs": ",".join(name for name in OUTPUTS if self.algebra.stats.get(name)),
+            "outputs": joined_outputs(stats),
+            "grad_outputs": joined_outputs(differentiated),
             "chunk_tokens": self.tile_tokens,
         }
         options = {k: v for k, v in options.items() if v != LossHead._field_defaults.get(k)}
@@ -169,10 +171,9 @@ class _Emission:
         target = self._target(hidden)
         call = self.call(op, hidden, weight, target, **options)
         for index, name in enumerate(OUTPUTS):
-            if name in self.algebra.stats:
+            if name in stats:
                 self.stats[name] = self.call(operator.getitem, call, index)
         self.target = target
-        differentiated = [name for name in OUTPUTS if self.algebra.stats.get(name)]
         trained = needs_grad(weight) or needs_grad(options.get("bias"))
         made = needs_grad(hidden) and made_in_forward(trained, differentiated)
         return made * len(differentiated) * nbytes(hidden)

@@ -172,7 +172,7 @@ def _is_linear(node: fx.Node, sums: set[fx.Node]) -> bool:
     if is_call(node, aten.add.Tensor):
         return sums.issuperset(read) and len(read) == 2 and not node.kwargs
     if is_call(node, aten.mm.default):
-        return sums.isdisjoint(ancestors([as_node(node.args[1])], {*node.graph.nodes}))
+        return sums.isdisjoint(ancestors([as_node(node.args[1])]))
     scales = is_call(node, aten.mul.Tensor) and isinstance(node.args[1], (int, float))
     return scales or is_view(node)
 

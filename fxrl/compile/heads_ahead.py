@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxrl.ir.graph import inputs_of, needs_grad, val_of
+from fxrl.ir.graph import bound, inputs_of, needs_grad, val_of
 from fxrl.ops.linear_logprob import LossHead
 from fxrl.ops.linear_logprob.arguments import ForwardArguments
 from fxrl.ops.linear_logprob.op import asked_of_forward
@@ -63,14 +63,11 @@ def heads_of(gm: fx.GraphModule, examples: Sequence[Any]) -> list[ForwardArgumen
 
 
 def _asked(call: fx.Node, given: Mapping[fx.Node, Any]) -> ForwardArguments:
-    options = dict(call.kwargs)
-    outputs: Any = options.pop("outputs", "logprob")
-    grad_outputs: Any = options.pop("grad_outputs", None)
-    arguments = dict(zip(LossHead._fields, call.args, strict=False)) | options
     made: Any = {
         name: _stand_in(name, value, given) if isinstance(value, fx.Node) else value
-        for name, value in arguments.items()
+        for name, value in bound(call).items()
     }
+    outputs, grad_outputs = made.pop("outputs"), made.pop("grad_outputs")
     return asked_of_forward(LossHead(**made).on_one_device(), outputs, grad_outputs)
 
 

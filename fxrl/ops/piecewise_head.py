@@ -53,6 +53,7 @@ from fxrl.ops.linear_logprob.arguments import (
     ForwardArguments,
     LossHead,
     RowValues,
+    in_order,
     joined_outputs,
     made_in_forward,
     parse_outputs,
@@ -370,8 +371,7 @@ def piecewise_logprob_online(*positional: Any) -> tuple[Tensor, ...]:
     *made, vectors = _empty_online(positional)
     pairs = zip(differentiated, vectors, strict=True) if positional[-1] else ()
     read = {*names}.union(*(_BESIDE.get(name, set()) for name in names), MADE_IN_FORWARD)
-    ordered = parse_outputs(joined_outputs(read))
-    values = _scored(head, held, ordered, dict(pairs))
+    values = _scored(head, held, in_order(read), dict(pairs))
     layout = head.target, held.vocab, held.piece_rows(head.weight)
     for name, into in zip(OUTPUTS, made, strict=True):
         if name in names:

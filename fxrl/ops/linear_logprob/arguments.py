@@ -179,9 +179,14 @@ def made_in_forward(weights_trained: bool, differentiated: Collection[str]) -> b
     return not weights_trained and {*differentiated} <= {*MADE_IN_FORWARD}
 
 
+def in_order(names: Collection[str]) -> tuple[str, ...]:
+    """Names of outputs in the order of ``OUTPUTS``."""
+    return tuple(name for name in OUTPUTS if name in names)
+
+
 def joined_outputs(names: Collection[str]) -> str:
     """Names as ``parse_outputs`` reads them."""
-    return ",".join(name for name in OUTPUTS if name in names)
+    return ",".join(in_order(names))
 
 
 def vector_dtype(dtype: torch.dtype) -> torch.dtype:

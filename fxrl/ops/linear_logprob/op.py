@@ -63,6 +63,7 @@ from fxrl.ops.linear_logprob.arguments import (
     Gradients,
     LossHead,
     RowValues,
+    in_order,
     joined_outputs,
     made_in_forward,
     parse_outputs,
@@ -161,8 +162,8 @@ def asked_of_forward(head: LossHead, outputs: str, grad_outputs: str | None) -> 
     made = made_in_forward(head.trains_weights, differentiated)
     return ForwardArguments(
         head,
-        parse_outputs(joined_outputs(wanted | read)),
-        parse_outputs(joined_outputs(differentiated)),
+        in_order(wanted | read),
+        in_order(differentiated),
         bool(read) and head.hidden.requires_grad and made,
     )
 
