@@ -29,10 +29,9 @@ from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.compile.by_plan import ByPlan
 from fxrl.compile.guarded import Guarded, as_written
 from fxrl.compile.heads_ahead import begin_heads
-from fxrl.compile.mask_shares import shares_seen
 from fxrl.compile.outer import calls_higher_order, run_outer
 from fxrl.compile.planning import Batch, Planner, batches_of
-from fxrl.compile.region_costs import known_profiles
+from fxrl.compile.region_costs import known_profiles, shares_seen
 from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError, did_you_mean, first_line
 from fxrl.ir.bodies import CHECKPOINT, body_of, clone, written_inputs

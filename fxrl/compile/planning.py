@@ -297,13 +297,13 @@ class StepChain:
         outside = self.outside
         return Chain(
             tuple(map(tuple, layers)),
+            self._numbers,
+            self._gradients,
             outside.base_bytes,
             outside.head_bytes,
             outside.seconds,
             self.planner.target.link,
-            self._gradients,
             outside.held_bytes,
-            self._numbers,
             self.planner.target.start,
         )
 

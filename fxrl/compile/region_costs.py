@@ -11,14 +11,27 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxrl.capture._torch import FakeTensor
 from fxrl.compile.bodies.figures import BodyProfile, Figures
 from fxrl.compile.bodies.inductor import InductorOptions
 from fxrl.compile.bodies.variants import CompiledRegion, build_region
 from fxrl.ir.bodies import clone
-from fxrl.ir.graph import is_call, is_tensor, is_view, memory_like, needs_grad, tensor_val
+from fxrl.ir.graph import (
+    ancestors,
+    bound,
+    hint,
+    inputs_of,
+    is_call,
+    is_tensor,
+    is_view,
+    memory_like,
+    needs_grad,
+    tensor_val,
+)
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.ir.region import Cut, Region, once_for
 from fxrl.ir.remark import Refusal
+from fxrl.ops.masked_attention import share_of_blocks
 from fxrl.passes.group_heads import group_heads
 from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner.eager_profile import CallCost
@@ -35,8 +48,8 @@ Profiles = Callable[[Region], BodyProfile]
 def known_profiles(
     options: InductorOptions | None, plan: Plan, seen: Mapping[str, float] | None = None
 ) -> Profiles:
-    """Profiles of regions as they will be compiled, each computed once; ``seen`` as in
-    ``compile.mask_shares``."""
+    """Profiles of regions as they will be compiled, each computed once; ``seen`` are
+    ``shares_seen``."""
     known: dict[str, BodyProfile] = {}
     alike: dict[str, CompiledRegion] = {}
 
@@ -155,3 +168,28 @@ def eager_seconds(nodes: Iterable[fx.Node], measure: Measure, target: Target) ->
     """Seconds of ops that run one by one, forward and backward."""
     values = [n for n in nodes if is_tensor(n) and not is_view(n) and n.target is not getitem]
     return _EAGER_PASSES * sum(nbytes(n, measure) for n in values) / target.bandwidth
+
+
+# ---------------------------------------------------------------------------- computed masks
+def shares_seen(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, float]:
+    """For each computed mask of a graph, the share of query-key pairs that attention computes.
+    Masks whose inputs are fake are left out; reading real ones waits for the device."""
+    args = dict(zip(inputs_of(gm.graph), inputs, strict=False))
+    run, shares = fx.Interpreter(gm), dict[str, list[float]]()
+    for call in gm.graph.find_nodes(op="call_function", target=torch.ops.fxrl.mask_blocks.default):
+        needed = ancestors([call])
+        given = {node: args.get(node) for node in needed if node.op == "placeholder"}
+        if all(map(_has_values, given.values())):
+            run.env = {n: hint(x) if isinstance(x, torch.SymInt) else x for n, x in given.items()}
+            with torch.no_grad():
+                for node in sorted(needed - given.keys()):
+                    run.env[node] = run.run_node(node)
+            shares.setdefault(bound(call)["mask"], []).append(share_of_blocks(run.env[call]))
+    return {mask: sum(found) / len(found) for mask, found in shares.items()}
+
+
+def _has_values(given: Any) -> bool:
+    """Whether an input is a size, or a tensor that is neither fake nor on ``meta``."""
+    if isinstance(given, torch.Tensor):
+        return not (given.is_meta or isinstance(given, FakeTensor))
+    return isinstance(given, (int, torch.SymInt))

@@ -56,6 +56,13 @@ class Chain:
     # The options of each, in order of the forward: of a layer in each forward, and the one of what
     # runs between two forwards.
     layers: tuple[tuple[Option, ...], ...]
+    # Which layer each of ``layers`` is, by number: what is one layer gets one choice. What runs
+    # between two forwards has that of the layer before.
+    numbers: tuple[int, ...]
+    # Bytes of the gradients of the weights ahead of the layers, of each layer's, and of those
+    # behind them; they stay when they are made. Below 0 where a gradient that waited is added to
+    # one that was there.
+    gradients: tuple[int, ...]
     # Alive through the whole step: weights, the optimizer's states, gradients of earlier backward
     # passes, all else.
     base_bytes: int
@@ -63,32 +70,20 @@ class Chain:
     head_bytes: int
     head_s: float
     link: float  # bytes a second between GPU and host, each way
-    # Bytes of the gradients of the weights ahead of the layers, of each layer's, and of those
-    # behind them; they stay when they are made. () where there are none. Below 0 where a gradient
-    # that waited is added to one that was there.
-    gradients: tuple[int, ...] = ()
     held_bytes: int = 0  # of the bytes that are alive all through, gradients
-    # Which layer each of ``layers`` is, by number: what is one layer gets one choice. What runs
-    # between two forwards has that of the layer before. () where each is a layer of its own.
-    numbers: tuple[int, ...] = ()
     start_s: float = 0.0  # ahead of the first layer, in which the GPU waits
-
-    @property
-    def number_of(self) -> tuple[int, ...]:
-        """The ``numbers``, whether they are given or not."""
-        return self.numbers or tuple(range(len(self.layers)))
 
     @property
     def count(self) -> int:
         """How many layers there are to choose for."""
-        return max(self.number_of, default=-1) + 1
+        return max(self.numbers, default=-1) + 1
 
 
 def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     """The memory at every moment of a step in which each layer has one of these options."""
     kept = [0, *accumulate(option.gpu_bytes for option in options)]
     moved, end = [option.host_bytes for option in options], len(options)
-    number = [*chain.number_of, chain.count]
+    number = [*chain.numbers, chain.count]
     sent, back = on_their_way(options)
 
     def moment(phase: str, place: int, keeps: int, moves: int, made: int, runs: int) -> Moment:
@@ -132,8 +127,7 @@ def on_their_way(options: Sequence[Option]) -> tuple[list[int], list[int]]:
 def gradients_made(chain: Chain) -> list[int]:
     """Bytes of all gradients that exist after the backward of the embeddings, of each layer, and of
     the head."""
-    own = chain.gradients or (0,) * (len(chain.layers) + 2)
-    return list(accumulate(reversed(own)))[::-1]
+    return list(accumulate(reversed(chain.gradients)))[::-1]
 
 
 def peak_bytes(chain: Chain, options: Sequence[Option]) -> int:

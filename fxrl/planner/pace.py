@@ -106,14 +106,14 @@ def paced(chain: Chain, options: Sequence[Option], gpu_bytes: int) -> Plan | Non
     if not any(moved):
         return tuple(options)
     counts: dict[int, tuple[int, int]] = {}  # a layer's are the least of its forwards
-    for i, (number, option) in enumerate(zip(chain.number_of, options, strict=True)):
+    for i, (number, option) in enumerate(zip(chain.numbers, options, strict=True)):
         if option.takes_turn:
             found = sum(moved[pace.sent[0, i] : i + 1]), sum(moved[pace.back[0, i] : i])
             least = counts.get(number, found)
             counts[number] = min(found[0], least[0]), min(found[1], least[1])
     return tuple(
         _with_pace(option, counts.get(number, (0, 0)))
-        for number, option in zip(chain.number_of, options, strict=True)
+        for number, option in zip(chain.numbers, options, strict=True)
     )
 
 

@@ -183,7 +183,7 @@ class _Plans:
     @cached_property
     def _numbers(self) -> Array:
         """[layer]: the number of each."""
-        return np.array(self.chain.number_of)
+        return np.array(self.chain.numbers)
 
     @cached_property
     def _runs(self) -> Array:

@@ -5,9 +5,10 @@ import torch
 
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.sizes import measure_by
-from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes
+from fxrl.planner.chain import Option, host_bytes, moments, peak_bytes
 from fxrl.planner.eager_profile import CallCost, Profile, profile
 from tests.passes.lowered import lowered
+from tests.planner.chains import plain_chain
 
 KEPT, MOVING = "kept for the backward", "on the way to or from the host"
 
@@ -18,7 +19,7 @@ def option(kept="products", *, gpu=0, host=0, sending=None, fetching=None):
 
 
 def chain_of(options, *, gradients=()):
-    return Chain(tuple((o,) for o in options), 1000, 50, 0.5, 100.0, gradients)
+    return plain_chain([(o,) for o in options], 1000, 50, 0.5, 100.0, gradients=gradients)
 
 
 def test_what_is_kept_is_gone_behind_its_layer():

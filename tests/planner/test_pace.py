@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxrl.ir.plan import CutLayer
-from fxrl.planner.chain import Chain, Option, peak_bytes
+from fxrl.planner.chain import Option, peak_bytes
 from fxrl.planner.pace import paced, step_seconds
+from tests.planner.chains import plain_chain
 
 SIZES = st.integers(0, 12)
 TIMES = st.integers(1, 20).map(float)
@@ -18,7 +19,7 @@ def option(kept="products", *, gpu=0, host=0, forward_s=1.0, backward_s=2.0, run
 
 
 def chain_of(options, *, link=100.0, base=1000, head=50, head_s=0.5):
-    return Chain(tuple((o,) for o in options), base, head, head_s, link)
+    return plain_chain([(o,) for o in options], base, head, head_s, link)
 
 
 def played(chain, options):

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer, describe
-from fxrl.planner.chain import Chain, Option, host_bytes, peak_bytes
+from fxrl.planner.chain import Option, host_bytes, peak_bytes
 from fxrl.planner.pace import paced, step_seconds
 from fxrl.planner.solver import fastest, least_peak, mixture
+from tests.planner.chains import plain_chain
 
 SIZES = st.integers(0, 12)
 TIMES = st.integers(1, 20).map(float)
@@ -51,12 +52,12 @@ def chains(draw):
         st.just(()) | st.lists(SIZES, min_size=len(layers) + 2, max_size=len(layers) + 2)
     )
     ends = draw(st.tuples(SIZES, SIZES, TIMES, st.sampled_from([0.5, 2.0, 100.0])))
-    return Chain(tuple(layers), *ends, tuple(gradients), 0, numbers)
+    return plain_chain(layers, *ends, gradients=gradients, numbers=numbers)
 
 
 def of_choices(chain, choices):
     """The options of layers with these choices, one a layer; None where one lacks its choice."""
-    pairs = zip(chain.number_of, chain.layers, strict=True)
+    pairs = zip(chain.numbers, chain.layers, strict=True)
     found = tuple(
         options[0] if len(options) == 1 else next((o for o in options if o.choice == choices[n]), 0)
         for n, options in pairs
@@ -67,7 +68,7 @@ def of_choices(chain, choices):
 def choices_of(chain):
     """What each layer has a choice of."""
     first = {}
-    for number, options in zip(chain.number_of, chain.layers, strict=True):
+    for number, options in zip(chain.numbers, chain.layers, strict=True):
         first.setdefault(number, [option.choice for option in options])
     return [*first.values()]
 
@@ -129,13 +130,13 @@ def test_a_mixture_is_even(case):
 def test_given_choices_stay_wherever_they_are():
     given = (0, 2, 5)
     layers = [LAYER[i : i + 1] if i in given else LAYER for i in range(8)]
-    chain = Chain(tuple(layers), 0, 0, 0.0, 54e9)
+    chain = plain_chain(layers, 0, 0, 0.0, 54e9)
     for gpu in (7_000, 9_000, 20_000):
         found = fastest(chain, gpu * MiB, 8_000 * MiB)
         assert all(found[i].choice == LAYER[i].choice for i in given)
         assert peak_bytes(chain, found) <= gpu * MiB
     with pytest.raises(PlanError, match=r"choices that are given keep .* in host memory"):
-        least_peak(Chain((LAYER[-1:],) * 3, 0, 0, 0.0, 54e9), 64 * MiB)
+        least_peak(plain_chain((LAYER[-1:],) * 3, 0, 0, 0.0, 54e9), 64 * MiB)
 
 
 MiB = 2**20
@@ -167,7 +168,8 @@ LAYER = tuple(
 
 def model(layers):
     made = (0, *(5 * MiB,) * layers, 0)
-    return Chain((LAYER,) * layers, 15_800 * MiB, 700 * MiB, 0.03, 54e9, made)
+    ends = 15_800 * MiB, 700 * MiB, 0.03, 54e9
+    return plain_chain((LAYER,) * layers, *ends, gradients=made)
 
 
 MODEL = model(36)
@@ -199,7 +201,7 @@ def test_everything_stays_where_there_is_room_and_what_is_cheap_goes_first():
 
 
 def test_a_chain_without_layers():
-    chain = Chain((), 10, 5, 1.0, 1.0)
+    chain = plain_chain((), 10, 5, 1.0, 1.0)
     assert fastest(chain, 15, 0) == ()
     assert fastest(chain, 14, 0) is None
 
