@@ -269,7 +269,7 @@ def _refuse_sharding(trainer: Any) -> None:
     if sharded:
         raise ConfigError(
             f"{', '.join(sharded)}: parameters or sequences are taken apart between the processes, "
-            "in hooks that cannot be captured; use DistributedDataParallel "
+            "which these trainers do not follow; use DistributedDataParallel "
             "(accelerate launch --multi_gpu, or torchrun)"
         )
 
