@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import sys
+import types
 from abc import ABC
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -328,6 +329,44 @@ def caching_loss(model: nn.Module, batch: Any, said: Caching) -> torch.Tensor:
     numbers = said.of_number(2) + said.of_number(n=3) + said.method() + len(said.seen())
     numbers = numbers + SLOTTED.twice()
     return policy_loss(model, batch) * said.tensor() * numbers * said.of_one(2) * said.of_one(3)
+
+
+SOURCE = """
+from tests.capture.mixer import policy_loss
+KEPT, SCALE, calls = [], 2.0, 0
+
+def counted(loss):
+    global calls
+    calls += 1
+    KEPT.append(float(calls))
+    return loss * SCALE
+
+def loss_fn(model, batch):
+    return counted(policy_loss(model, batch))
+"""
+
+
+@pytest.mark.parametrize("registered", ["none", "another", "another since"])
+def test_globals_of_a_module_that_its_name_does_not_find(registered: str, monkeypatch: Any) -> None:
+    """A file that was loaded without ``sys.modules``, or twice under one name."""
+
+    def loaded() -> types.ModuleType:
+        module = types.ModuleType("losses_of_mine")
+        exec(SOURCE, vars(module))
+        return module
+
+    if registered == "another":
+        monkeypatch.setitem(sys.modules, "losses_of_mine", loaded())
+    mine, model = loaded(), make_model()
+    step = optimize(model, mine.loss_fn, CONFIG)
+    for turn in (1, 2):
+        batch = fixed(make_batch(seed=turn))
+        assert_same(step(batch), policy_loss(model, batch) * mine.SCALE)
+        assert (mine.calls, mine.KEPT[-1]) == (turn, turn)
+        mine.SCALE *= 3
+        if registered == "another since":
+            monkeypatch.setitem(sys.modules, "losses_of_mine", loaded())
+    assert fused(step)
 
 
 def test_a_cache_says_what_it_has(monkeypatch: Any) -> None:

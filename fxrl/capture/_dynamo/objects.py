@@ -251,9 +251,20 @@ def _looked_up(self: Any, tx: Any, key: Any) -> Any:
     return _look_up(self, tx, key)
 
 
+class _Scope:
+    """Globals as attributes, of code whose module's name finds none, or another one: a file that was
+    loaded twice, or never registered. Dynamo before torch 2.15 would read the other one's."""
+
+
 def _global_of(self: Any, name: str) -> tuple[Any, Any, Source]:
     """What the standard library has for globals Dynamo takes for constants: ``os.getenv`` reads
     one that is not."""
+    own, module = self.f_globals, sys.modules.get(self.f_globals.get("__name__", ""))
+    if getattr(module, "__dict__", None) is not own:
+        scope = own.setdefault("__fxrl_scope", _Scope())
+        scope.__dict__ = own
+        place = GlobalSource(self.output.install_global_by_id("fxrl_scope", scope))
+        return scope, VariableBuilder(self, place)(scope), AttrSource(place, name)
     *found, source = _find_global(self, name)
     return (*found, source.base if self.f_globals.get(name) is os.environ else source)
 
