@@ -252,7 +252,7 @@ def _looked_up(self: Any, tx: Any, key: Any) -> Any:
 
 
 class _Scope:
-    """Globals as attributes, of code whose module's name finds none, or another one: a file that was
+    """Globals as attributes, of code whose module's name finds none or another one: its file was
     loaded twice, or never registered. Dynamo before torch 2.15 would read the other one's."""
 
 
