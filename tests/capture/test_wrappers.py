@@ -111,6 +111,7 @@ def process(rank: int, store: str) -> None:
     as_metrics_are_gathered(rank)
     for unit in (False, True):
         as_fsdp_does(rank, unit)
+    as_tensor_parallelism_does(rank)
     if rank == 0:  # another process takes no part, so any communication would never end
         model = DistributedDataParallel(make_model(), broadcast_buffers=True, init_sync=False)
         assert optimize(model, policy_loss, CONFIG).explain(make_batch()).of_kind("applied")
@@ -172,6 +173,17 @@ def checked_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     if batch["spoilt"]:
         raise ValueError("a spoilt batch")
     return loss
+
+
+def as_tensor_parallelism_does(rank: int) -> None:
+    """What FSDP gathers is then still a part: the wrapper stays closed. In processes of their own,
+    for a process with such a mesh is not to fork, as other tests do."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(make_model(), mesh["tensor"], {"mix": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    (told,) = Wrapper(model).report.of_kind("missed")
+    assert "FSDP gathers" in told.reason
+    assert "give each rank a whole model" in told.cure
 
 
 def as_metrics_are_gathered(rank: int) -> None:
@@ -316,12 +328,6 @@ def tensor_parallel() -> nn.Module:
     return parallelize_module(make_model(), mesh, {"mix": ColwiseParallel()})
 
 
-def sharded_twice() -> nn.Module:
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(make_model(), mesh["tensor"], {"mix": ColwiseParallel()})
-    return fully_shard(model, mesh=mesh["data"])
-
-
 def frozen(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False)
 
@@ -355,7 +361,6 @@ def nested() -> nn.Module:
         (flattened, "FSDP gathers", "DistributedDataParallel"),
         (flattened, "FSDP gathers", "ZeroRedundancyOptimizer"),
         (flattened_frozen, "FSDP gathers", "fxrl.models.shard"),
-        (sharded_twice, "FSDP gathers", "give each rank a whole model"),
         (tensor_parallel, "it is a DTensor", "give each rank a whole model"),
         (partitioned, "ZeRO 3 holds a part", "fxrl.models.shard"),
         (replicated, "replicate readies", "DistributedDataParallel instead"),
@@ -366,7 +371,6 @@ def nested() -> nn.Module:
         "fsdp1",
         "fsdp1, trained",
         "fsdp1, frozen",
-        "fsdp2 and tensor parallel",
         "tensor parallel",
         "zero 3",
         "replicate",
