@@ -87,3 +87,13 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """The process group of a process that is alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -94,8 +94,8 @@ def _index_strided(graph: fx.Graph) -> None:
             if writes:
                 src = builder.call(aten.reshape.default, node.args[1], [-1])
                 made = builder.call(aten.scatter.src, flat, 0, places, src)
-                sizes = [builder.call(aten.sym_size.int, value, dim) for dim in order]
-                made = builder.call(aten.reshape.default, made, sizes)
+                sizes = _sizes(builder, value)
+                made = builder.call(aten.reshape.default, made, [sizes[dim] for dim in order])
                 back = sorted(range(len(order)), key=order.__getitem__)
                 made = builder.call(aten.permute.default, made, back)
             else:

@@ -60,24 +60,19 @@ def _linspace(start: Any, end: Any, steps: int, dtype: Any = None, device: Any =
     return made
 
 
-def _triu_indices(
-    row: int, col: int, offset: int = 0, dtype: Any = torch.long, device: Any = None
-) -> Tensor:
-    like = torch.empty(0, dtype=dtype, device=device)
-    made: Tensor = _upper(row, col, offset, like.dtype, like.device)
-    return made
+def _indices(op: Any) -> Callable[..., Tensor]:
+    def of_matrix(
+        row: int, col: int, offset: int = 0, dtype: Any = torch.long, device: Any = None
+    ) -> Tensor:
+        like = torch.empty(0, dtype=dtype, device=device)
+        made: Tensor = op(row, col, offset, like.dtype, like.device)
+        return made
 
-
-def _tril_indices(
-    row: int, col: int, offset: int = 0, dtype: Any = torch.long, device: Any = None
-) -> Tensor:
-    like = torch.empty(0, dtype=dtype, device=device)
-    made: Tensor = _lower(row, col, offset, like.dtype, like.device)
-    return made
+    return of_matrix
 
 
 SIZED: dict[Any, Callable[..., Tensor]] = {
     torch.linspace: _linspace,
-    torch.triu_indices: _triu_indices,
-    torch.tril_indices: _tril_indices,
+    torch.triu_indices: _indices(_upper),
+    torch.tril_indices: _indices(_lower),
 }

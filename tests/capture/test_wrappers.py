@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -206,14 +205,7 @@ def test_wrappers_in_two_processes(tmp_path: Path) -> None:
     in_processes(process, f"file://{tmp_path}/store")
 
 
-@pytest.fixture
-def _alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 def test_attributes_and_hooks_of_the_wrapper_are_seen() -> None:
     """The loss gets the wrapper itself: its type, its module, its own hooks."""
     model = DistributedDataParallel(make_model())
@@ -229,7 +221,7 @@ def test_attributes_and_hooks_of_the_wrapper_are_seen() -> None:
     assert step.verify(make_batch()).ok
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 def test_inputs_move_to_the_wrappers_device() -> None:
     model = DistributedDataParallel(make_model())
     model.device_ids, model.device_type = [0], "meta"
@@ -237,7 +229,7 @@ def test_inputs_move_to_the_wrappers_device() -> None:
     assert Wrapper(model).inner(make_batch()["ids"]).is_meta
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 def test_fsdps_casts_and_hooks_of_others() -> None:
     """The policy's dtypes within the captured loss; hooks keep their order, FSDP's where it was."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float64)
@@ -269,7 +261,7 @@ def test_fsdps_casts_and_hooks_of_others() -> None:
     assert fused(step)
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_loss_head_in_a_unit_of_its_own_is_a_miss_with_a_cure() -> None:
     model, mesh = Apart(), init_device_mesh("cpu", (1,))
     fully_shard(model.head, mesh=mesh)
@@ -281,7 +273,7 @@ def test_a_loss_head_in_a_unit_of_its_own_is_a_miss_with_a_cure() -> None:
     assert "leave the loss head to the whole model" in told.cure
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_table_made_of_a_buffer_is_no_loss_head() -> None:
     """As rotary embeddings': ahead of the first unit it leaves its graph, as a head's logits do."""
 
@@ -377,7 +369,7 @@ def nested() -> nn.Module:
         "ddp inside",
     ],
 )
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_closed_wrapper_is_a_miss_with_its_name_and_cure(make, words, cure) -> None:
     model = make()
     with pytest.raises(MissedRewriteError, match=words):
@@ -406,7 +398,7 @@ def test_deepspeeds_engine_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a whole model" in remark.cure
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "make", [flattened, nested, replicated], ids=["fsdp1", "ddp inside", "replicate"]
 )
@@ -420,7 +412,7 @@ def test_the_numbers_of_a_closed_wrapper_are_eagers(make) -> None:
         )
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 def test_what_a_closed_wrapper_breaks_has_no_cure_but_the_wrappers() -> None:
     """No line of the loss can be moved, and no value returned, that would bring the head back."""
     torch._dynamo.reset()
