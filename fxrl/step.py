@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ class TrainStep:
             log.info("capturing the step")
         known = self._captured.losses.remarks
         with self._backend.judge.after():
-            result = self._wrapper.run(partial(self._captured, batch))
+            result = self._wrapper.run(self._captured, batch)
             losses = self._captured.losses.remarks
             self._backend.judge(Report.of(lost for lost in losses if lost not in known))
         return result

@@ -178,6 +178,12 @@ LINES = (
         "update_ms",
     ),
     Line(
+        "the same weights under FSDP2, two H200s, 2 x 4096 tokens on each: time, peak of a rank",
+        "fsdp_qwen3_1.7b_h200",
+        "{step_ms:.0f} ms, {peak_gib:.1f} GiB",
+        "step_ms",
+    ),
+    Line(
         "12 layers of Qwen3-8B's shape, LoRA, 16384 tokens, frozen Linears in FP8: time, peak",
         "update_step_qwen3_8b_12_layers_fp8_h200",
         _UPDATE_CELLS,

@@ -80,6 +80,7 @@ reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled
 in_dispatch_mode = torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals  # where Dynamo captures nothing
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
 functorch_depth = torch._C._functorch.get_dynamic_layer_stack_depth  # how many one is inside of
+saved_tensor_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # those of a checkpoint, say; None where there are none
 functional_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FUNCTIONAL)  # of functional tensors, the one in force
 
 # Python's side of functionalisation: pending writes applied; whether there were any; the value.
@@ -98,8 +99,16 @@ GETATTRS = ("var_getattr", "tp_getattro_impl")
 def try_again(code: CodeType) -> None:
     """Dynamo looks again at a function that it has left out, which it does for good; what was
     compiled of it stays."""
-    default = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, default)
+    _set_strategy(code, FrameAction.DEFAULT)
+
+
+def run_as_written(code: CodeType) -> None:
+    """Dynamo leaves out a function, and all that it calls."""
+    _set_strategy(code, FrameAction.SKIP)
+
+
+def _set_strategy(code: CodeType, action: FrameAction) -> None:
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, FrameExecStrategy(action, action))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -257,6 +266,11 @@ def never_captured(reason: str) -> Callable[[_F], _F]:
     """``torch.compiler.disable``, which is public and untyped: another's graph ends at the call."""
     disabled: Callable[[_F], _F] = torch.compiler.disable(reason=reason)
     return disabled
+
+
+def is_never_captured(module: torch.nn.Module) -> bool:
+    """Whether a graph ends at each call of a module."""
+    return hasattr(type(module).__call__, "_torchdynamo_disable")
 
 
 #: What calls a marked class or function.

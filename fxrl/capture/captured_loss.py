@@ -42,6 +42,7 @@ from fxrl.capture._torch import (
     leave_transforms,
     method_replaced,
     reset_code,
+    saved_tensor_hooks,
     try_again,
     why_anew,
 )
@@ -54,7 +55,7 @@ from fxrl.capture.breaks import (
     without_breaks,
 )
 from fxrl.capture.checks import CheckFailedError
-from fxrl.capture.dynamic import mark_batch
+from fxrl.capture.dynamic import mark_batch, mark_inside
 from fxrl.capture.gradient_hooks import hung
 from fxrl.capture.held_models import models_held, names_held
 from fxrl.capture.repeated import RepeatedLayers
@@ -104,6 +105,7 @@ class Backend(Protocol):
 
     captures: list[Any]
     only_explain: bool
+    alone: bool  # whether what is captured now is one of many calls, each of a part of the step
     model: nn.Module | None  # whose modules' names its sites have
     held: Mapping[str, str]  # the names of what the loss function holds (``names_held``)
 
@@ -134,6 +136,7 @@ class CapturedLoss:
 
         self._weak_backend = weak_backend
         self.compiled: dict[Any, Callable[[Any], Any]] = {}
+        self._parts: dict[Any, Callable[..., Any]] = {}  # captured by themselves, likewise
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
         self._takeover = Takeover(model)
         self._repeated = RepeatedLayers(model, partial(models_held, loss_fn))
@@ -254,7 +257,8 @@ class CapturedLoss:
         once = way == _LAYERS_ONCE
         generation = self._repeated.generation if once else 0
         branches = self._branches[way]
-        key = global_hooks(), way, generation, branches.variant
+        key = self._key = global_hooks(), way, generation, branches.variant
+        self._batch = batch  # as what is captured alone computes from it
         if new := key not in self.compiled:
             self.compiled[key] = self._compile(once)
         code = inspect.unwrap(self.compiled[key]).__code__
@@ -308,8 +312,30 @@ class CapturedLoss:
     def _compile(self, once: bool) -> Callable[[Any], Any]:
         for reason in self._repeated.apart:
             self._note(RemarkKind.ANALYSIS, "", reason)
-        fresh = _fresh(self._model, self._loss_fn)
-        compiled = torch.compile(fresh, backend=self._weak_backend, fullgraph=once)
+        model, loss_fn = self._model, self._loss_fn
+        return self._compiled(lambda batch: loss_fn(model, batch), STEP, whole=once)
+
+    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function returns that the step calls from where nothing is captured, captured by
+        itself: but not where a checkpoint around it waits for the same values when it runs again,
+        with the backward, when no step is at hand."""
+        if saved_tensor_hooks() is not None:
+            reason = "a module that FSDP gathers runs as written inside of a checkpoint"
+            cure = "let the module checkpoint what it computes, or fully_shard what checkpoints it"
+            self._note(RemarkKind.ANALYSIS, "", reason, cure)
+            return function(*args)
+        key = function, self._key
+        if key not in self._parts:
+            self._parts[key] = self._compiled(function, function.__name__)
+        mark_inside(self._batch, args)
+        with swapped(self._backend, alone=True):
+            return self._parts[key](*args)
+
+    def _compiled(
+        self, function: Callable[..., Any], name: str, *, whole: bool = False
+    ) -> Callable[..., Any]:
+        fresh = _fresh(function, name)
+        compiled = torch.compile(fresh, backend=self._weak_backend, fullgraph=whole)
         weakref.finalize(self, reset_code, fresh.__code__).atexit = False
         return compiled
 
@@ -457,15 +483,11 @@ def _kind(batch: Any) -> Any:
     return str(spec), str(parts), torch.is_grad_enabled()
 
 
-def _fresh(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[[Any], Any]:
+def _fresh(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The function to capture, with a code object of its own.
 
     NOTE [Why a fresh code object]: Dynamo keeps compiled code per code object. Steps that shared
     one would share a recompile limit and run past it into eager mode.
     """
-
-    def loss_step(batch: Any) -> Any:
-        return loss_fn(model, batch)
-
-    code = loss_step.__code__.replace(co_name=STEP)
-    return types.FunctionType(code, loss_step.__globals__, STEP, None, loss_step.__closure__)
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)

@@ -29,12 +29,7 @@ def mark_batch(batch: Any) -> bool:
     vectors alone each is a sequence, and dim 0 is its length.
     """
     tensors = [tensor for tensor in _tensors(batch) if not tensor.is_nested]
-    index = [t for t in tensors if _is_index(t) and t.dim() > 0]
-    tokens = [t for t in index if t.dim() > 1]
-    lengths = {t.shape[1] - less for t in tokens for less in (0, 1)}
-    batches = {t.shape[0] for t in tokens}
-    if all(tensor.dim() < 2 for tensor in tensors):
-        batches = {t.shape[0] - less for t in index for less in (0, 1)}
+    batches, lengths = _sizes(tensors)
     varies = False
     for tensor in tensors:
         dims = set()
@@ -43,10 +38,30 @@ def mark_batch(batch: Any) -> bool:
         if tensor.dim() > 0 and tensor.shape[0] in batches:
             dims.add(0)
             small = tensor.dim() == 2 and not tensor.requires_grad
-            if tokens and tensor.dim() >= 2 and (small or tensor.shape[1] in lengths):
+            if lengths and tensor.dim() >= 2 and (small or tensor.shape[1] in lengths):
                 dims.add(1)
         varies |= _marked(tensor, dims)
     return varies
+
+
+def mark_inside(batch: Any, values: Any) -> None:
+    """Mark the sizes of a batch in what was computed from it: of a tensor of floats in all dims but
+    the last, which has features."""
+    batches, lengths = _sizes([tensor for tensor in _tensors(batch) if not tensor.is_nested])
+    for tensor in _tensors(values):
+        dims = range(tensor.dim() - (0 if _is_index(tensor) else 1))
+        _marked(tensor, {dim for dim in dims if tensor.shape[dim] in batches | lengths})
+
+
+def _sizes(tensors: list[torch.Tensor]) -> tuple[set[int], set[int]]:
+    """The batch and the lengths that tensors of a batch have."""
+    index = [t for t in tensors if _is_index(t) and t.dim() > 0]
+    tokens = [t for t in index if t.dim() > 1]
+    lengths = {t.shape[1] - less for t in tokens for less in (0, 1)}
+    batches = {t.shape[0] for t in tokens}
+    if all(tensor.dim() < 2 for tensor in tensors):
+        batches = {t.shape[0] - less for t in index for less in (0, 1)}
+    return batches, lengths
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 from fxrl.capture._torch import (
     OptimizedModule,
     in_graph,
+    is_never_captured,
     looked_up_by,
     tensors_in,
     uncollected,
@@ -623,7 +624,9 @@ def _groups(
     layers = [
         Layer(module, f"{name}.{number}".lstrip("."), index, LayerContents(module))
         for index, (number, module) in enumerate(members.items())
-        if module._modules and places.count(module) == 1  # one at two places is its own equal
+        if module._modules
+        and places.count(module) == 1  # one at two places is its own equal
+        and not is_never_captured(module)
     ]
     firsts: list[Layer] = []
     for layer in layers:

@@ -18,8 +18,8 @@ the whole model run around the step:
     captured    loss_fn(inner, batch); inner casts as the hooks would
     after       backward of the *loss*, not of the logits, begins with their gathering
 
-Graphs end at the units inside, which gather and free by themselves as ever: layers are captured one
-by one, equal ones once, and the head behind them together with the loss.
+Graphs end at the units inside, whose two hooks run around all else that a call of them does: layers
+are captured one by one, equal ones once, and the head behind them together with the loss.
 """
 
 from __future__ import annotations
@@ -29,19 +29,28 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from fxrl.capture._torch import mark_static_address
+from fxrl.capture._torch import mark_static_address, never_captured
 from fxrl.ir.remark import Remark, RemarkKind, Report
 from fxrl.scoped import swapped
 
 _WHOLE = "give optimize the DDP wrapper itself for its model: wrap all of the model, once"
+
+
+class Captured(Protocol):
+    """A loss that is captured, and what it calls by itself."""
+
+    def __call__(self, batch: Any) -> Any: ...
+
+    def alone(self, function: Callable[..., Any], *args: Any) -> Any: ...
 
 
 class Wrapper:
@@ -55,8 +64,8 @@ class Wrapper:
     def __init__(self, model: nn.Module) -> None:
         opened = next((kind for kind in (_Reduced, _Sharded) if kind.opens(model)), _Bare)(model)
         self.inner: nn.Module = opened.inner
-        self.run: Callable[[Callable[[], Any]], Any] = opened.run
-        """``captured()`` between the two halves of the wrapper's own forward."""
+        self.run: Callable[[Captured, Any], Any] = opened.run
+        """``captured(batch)`` between the two halves of the wrapper's own forward."""
         self.report = Report.of(_misses(model, opened))
 
 
@@ -66,8 +75,8 @@ class _Bare:
     def __init__(self, model: nn.Module) -> None:
         self.inner = model
 
-    def run(self, captured: Callable[[], Any]) -> Any:
-        return captured()
+    def run(self, captured: Captured, batch: Any) -> Any:
+        return captured(batch)
 
 
 class _Reduced:
@@ -83,9 +92,9 @@ class _Reduced:
         is_ddp = isinstance(model, DistributedDataParallel) and model.mixed_precision is None
         return is_ddp and type(model).forward is DistributedDataParallel.forward
 
-    def run(self, captured: Callable[[], Any]) -> Any:
+    def run(self, captured: Captured, batch: Any) -> Any:
         self._ddp._pre_forward(None)  # it moves its first argument, so there must be one
-        return self._ddp._post_forward(captured())
+        return self._ddp._post_forward(captured(batch))
 
 
 class _ModuleAlone:
@@ -104,6 +113,8 @@ class _Sharded:
         self._model = model
         self._state = state = model._get_fsdp_state()  # looked up by the module's identity
         self.inner = _under(model, _AsSharded, _get_fsdp_state=lambda self: state)
+        # The modules inside that gather weights of their own, and the class of each in a step.
+        self._units = [*_units(model)]
         for buffer in model.buffers():  # Dynamo does so itself where FSDP gathers nothing
             mark_static_address(buffer, guard=False)
 
@@ -117,15 +128,19 @@ class _Sharded:
         groups = vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]  # torch 2.11
         return not any(shard.is_dtensor for group in groups if group for shard in group.fsdp_params)
 
-    def run(self, captured: Callable[[], Any]) -> Any:
+    def run(self, captured: Captured, batch: Any) -> Any:
         model, state = self._model, self._state
         state._pre_forward(model, (None,), {})  # torch 2.11 takes the first argument that it moves
         result = None
         try:
             with ExitStack() as stack:
-                for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-                    stack.enter_context(_without(handle.hooks_dict_ref(), handle.id))
-                result = captured()
+                for hooks, key in _hooks(state):
+                    stack.enter_context(_without(hooks, key))
+                for unit, kind in self._units:
+                    stack.enter_context(_apart(unit, kind))
+                token = _ALONE.set(captured.alone)
+                stack.callback(_ALONE.reset, token)
+                result = captured(batch)
         finally:  # also where the loss raises, as eager code's forward is over by then
             with swapped(state, _mp_policy=replace(state._mp_policy, output_dtype=None)):
                 state._post_forward(model, (), result)
@@ -141,6 +156,85 @@ class _AsSharded:
             args, kwargs = _cast((args, kwargs), state._mp_policy.param_dtype)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return _cast(output, state._mp_policy.output_dtype)
+
+
+#: The hooks that one is of, and its key there.
+_Hook = tuple[OrderedDict[int, Any], int]
+#: How a part of the step that runs now is captured by itself.
+_ALONE: ContextVar[Callable[..., Any]] = ContextVar("alone", default=lambda run, *args: run(*args))
+
+
+def _gathered(whole: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+    """The call of a module whose weights are gathered ahead of ``whole``, and freed behind it.
+
+    NOTE [Why around the call]: up to 5.17 layers of transformers checkpoint all of a call, hooks
+    included. Dynamo finds a hook there that it cannot trace, calls the checkpoint as it is,
+    and traces nothing inside of one. When a checkpoint runs again, weights are there anyway.
+    """
+
+    @never_captured("FSDP gathers the weights of a module ahead of it, and frees them behind")
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._get_fsdp_state()
+        args, kwargs = state._pre_forward(self, args, kwargs)
+        return state._post_forward(self, args, whole(self, args, kwargs))
+
+    return call
+
+
+def _inside(self: Any, args: Any, kwargs: Any) -> Any:
+    return super(_Apart, self).__call__(*args, **kwargs)
+
+
+def _alone(self: Any, args: Any, kwargs: Any) -> Any:
+    return _ALONE.get()(_inside, self, args, kwargs)
+
+
+class _Apart:
+    """A module with others inside that gather weights of their own, and are captured."""
+
+    __call__ = _gathered(_inside)
+
+
+class _Alone(_Apart):
+    """A module that is captured by itself."""
+
+    __call__ = _gathered(_alone)
+
+
+def _units(model: nn.Module) -> Iterator[tuple[Any, type]]:
+    units = {name: one for name, one in model.named_modules() if name and _is_a(one, _FSDP2)}
+    made: dict[Any, type] = {}
+    for name, unit in units.items():
+        how = _Apart if any(one.startswith(f"{name}.") for one in units) else _Alone
+        kind = type(unit)
+        yield unit, made.setdefault((how, kind), type(kind.__name__, (how, kind), {}))
+
+
+@contextmanager
+def _apart(unit: Any, kind: type) -> Iterator[None]:
+    """Inside, a module is of this kind, and its two hooks are not there; but as ever where another
+    hook stands before or behind them, or where several modules are gathered as one."""
+    state = unit._get_fsdp_state()
+    if len(state._modules) > 1 or not _outermost(*_hooks(state)):
+        yield
+        return
+    with ExitStack() as stack:
+        for hooks, key in _hooks(state):
+            stack.enter_context(_without(hooks, key))
+        stack.enter_context(swapped(unit, __class__=kind))
+        yield
+
+
+def _outermost(before: _Hook, after: _Hook) -> bool:
+    """Whether no hook runs before the first, and none behind the second."""
+    first, last = next(iter(before[0]), None), next(reversed(after[0]), None)
+    return (first, last) == (before[1], after[1])
+
+
+def _hooks(state: Any) -> list[_Hook]:
+    """The two of FSDP."""
+    handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
+    return [(handle.hooks_dict_ref(), handle.id) for handle in handles]
 
 
 def _under(wrapper: nn.Module, first: type, **members: Any) -> Any:

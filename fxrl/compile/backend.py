@@ -72,6 +72,8 @@ class Backend:
     accumulated: bool = False  # predict a micro-batch that is not the first of its update
     target: Target | None = None  # what to plan for; None for the GPU that the model is on
     limits: Limits | None = None  # to plan from; None for those of ``target``, and of the moment
+    # What is captured is one of many calls, each of a part of the step.
+    alone: bool = field(default=False, init=False)
     model: torch.nn.Module | None = field(default=None, init=False)  # whose sites are named
     held: Mapping[str, str] = field(default_factory=dict, init=False)  # see ``names_held``
     captures: list[Capture] = field(default_factory=list, init=False)  # so far, in order
@@ -193,8 +195,15 @@ class Backend:
     def _planner(
         self, capture: Capture, inputs: Sequence[Any]
     ) -> Callable[[fx.GraphModule, Plan], Plan] | None:
-        """A function that makes the plan; None if memory is unbounded and no prediction is
-        wanted."""
+        """A function that makes the plan; None if memory is unbounded and no prediction is wanted,
+        or what else the step keeps is not known here: layers do as the user's checkpointing says
+        then."""
+        if self.alone:
+            if self.config.gpu_memory is not None:
+                why = "gpu_memory is not planned for: the step's layers are not in one graph"
+                cure = "checkpoint layers, which is honoured"
+                capture.note(RemarkKind.ANALYSIS, "plan", why, cure)
+            return None
         device = gpu_of(inputs)
         if device is None and self.config.gpu_memory is None and not self.always_planned:
             return None

@@ -6,6 +6,8 @@ import sys
 import types
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from fxrl import Config
 from fxrl.capture.wrappers import Wrapper
@@ -32,6 +35,7 @@ from fxrl.step import optimize
 from tests.capture.mixer import (
     CONFIG,
     QUIET,
+    VOCAB,
     WIDTH,
     Mixer,
     assert_matches_eager,
@@ -42,6 +46,7 @@ from tests.capture.mixer import (
     grads,
     make_batch,
     make_model,
+    outcome,
     policy_loss,
     token_logps,
 )
@@ -295,6 +300,138 @@ def test_a_table_made_of_a_buffer_is_no_loss_head() -> None:
         assert_matches_eager(step, policy_loss, model, make_batch(length=length))
     assert fused(step)
     assert not step.report.of_kind("missed")
+
+
+class Layer(nn.Module):
+    """Checkpoints nothing (None), what it computes, or all of its call, as transformers' did."""
+
+    def __init__(self, checkpoints: str | None) -> None:
+        super().__init__()
+        self.checkpoints, self.mix = checkpoints, nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self.checkpoints != "call":
+            return super().__call__(hidden)
+        return checkpoint(super().__call__, hidden, use_reentrant=False)
+
+    def computed(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.mix(hidden.cumsum(1) / 3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.checkpoints != "inside":
+            return self.computed(hidden)
+        return checkpoint(self.computed, hidden, use_reentrant=False)
+
+
+class Stack(nn.Module):
+    """Layers called from a function of their own, maybe from within a checkpoint."""
+
+    def __init__(self, checkpoints: str | None) -> None:
+        super().__init__()
+        self.checkpoints, self.traced = checkpoints, list[bool]()
+        self.embed = nn.Embedding(VOCAB, WIDTH, dtype=torch.float64)
+        self.layers = nn.ModuleList(Layer(checkpoints) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        self.traced.append(torch.compiler.is_compiling())
+        for layer in self.layers:
+            if self.checkpoints == "outside":
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            else:
+                hidden = layer(hidden)
+        return hidden
+
+
+class Stacked(nn.Module):
+    """A stack under a head."""
+
+    def __init__(self, checkpoints: str | None, stack_too: bool = False) -> None:
+        super().__init__()
+        self.stack, mesh = Stack(checkpoints), init_device_mesh("cpu", (1,))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False, dtype=torch.float64)
+        for layer in self.stack.layers:
+            fully_shard(layer, mesh=mesh)
+        if stack_too:
+            fully_shard(self.stack, mesh=mesh)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.stack(ids))
+
+
+def stacked(checkpoints: str | None, **options: bool) -> Any:
+    torch.manual_seed(0)
+    return fully_shard(Stacked(checkpoints, **options), mesh=init_device_mesh("cpu", (1,)))
+
+
+LAYERS = replace(CONFIG, passes=("fuse-linear-logprob", "outline-layers", "recompute"))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stack_too", [False, True], ids=["layers", "stack too"])
+@pytest.mark.parametrize("checkpoints", [None, "inside", "call"])
+def test_layers_that_fsdp_gathers_are_captured_once(
+    checkpoints: str | None, stack_too: bool
+) -> None:
+    """One graph for four layers and any length; what calls them runs as eager code, which may look
+    at values."""
+    torch._dynamo.reset()
+    model, twin = (stacked(checkpoints, stack_too=stack_too) for _ in range(2))
+    step = optimize(model, policy_loss, LAYERS)
+    for length in (9, 14, 7):
+        batch = make_batch(length=length)
+        wanted = outcome(partial(policy_loss, twin), twin, batch)
+        assert_same(whole(outcome(step, model, batch)), whole(wanted))
+    of_layers = [one for one in step.captures if "stack.layers.0" in str(one.report)]
+    assert len(of_layers) == 1
+    applied = {remark.pass_name for remark in of_layers[0].report.of_kind("applied")}
+    assert applied == {"outline-layers", "recompute"}
+    assert fused(step)
+    assert captures(step) <= 4
+    assert not any(model.stack.traced)
+    assert type(model.stack.layers[0]) is type(twin.stack.layers[0])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_around_what_fsdp_gathers_is_told_of() -> None:
+    """Its second run comes with the backward, outside of the step, and must save the same."""
+    torch._dynamo.reset()
+    model, twin = stacked("outside"), stacked("outside")
+    step, batch = optimize(model, policy_loss, LAYERS), fixed(make_batch())
+    for _ in range(2):
+        wanted = outcome(partial(policy_loss, twin), twin, batch)
+        assert_same(whole(outcome(step, model, batch)), whole(wanted))
+    assert fused(step)
+    (told,) = (r for r in step.report.of_kind("analysis") if "inside of a checkpoint" in r.reason)
+    assert "let the module checkpoint what it computes" in told.cure
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("side", ["ahead", "behind"])
+def test_hooks_around_those_of_fsdp_keep_their_order(side: str) -> None:
+    """One ahead of the gathering sees no weights of its module's; one behind sees them freed."""
+    torch._dynamo.reset()
+    model, seen = stacked(None), []
+    layer = model.stack.layers[1]
+
+    def look(module: Layer, *_: Any) -> None:
+        seen.append(type(module.mix.weight).__name__)
+
+    if side == "ahead":
+        layer.register_forward_pre_hook(look, prepend=True)
+    else:
+        layer.register_forward_hook(look)
+    step, batch = optimize(model, policy_loss, LAYERS), fixed(make_batch())
+    got = whole(outcome(step, model, batch))
+    assert_same(got, whole(outcome(partial(policy_loss, model), model, batch)))
+    assert {*seen} == {"DTensor"}
+    assert fused(step)
+
+
+def whole(found: tuple[Tensor, dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss, and gradients that are no parts."""
+    loss, found_grads = found
+    return loss, {name: grad.full_tensor() for name, grad in found_grads.items()}
 
 
 class Apart(Mixer):

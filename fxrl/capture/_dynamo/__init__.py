@@ -63,6 +63,7 @@ def plain_python_is_traced(root: CodeType, branches: Branches) -> Iterator[None]
     with (
         ExitStack() as replaced,
         sizes_from_data(),
+        ends.loops_left_out(branches),
         dynamo_settings({"reorderable_logging_functions": {print, warnings.warn}}),
     ):
         for owner, name, own in _REPLACED:

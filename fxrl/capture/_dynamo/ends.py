@@ -7,14 +7,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.variables import (
     CellVariable,
     GetAttrVariable,
@@ -27,10 +30,18 @@ from torch._dynamo.variables import (
     script_object,
 )
 
+from fxrl.capture._dynamo import data
 from fxrl.capture._dynamo.data import is_subscript
 from fxrl.capture._dynamo.frames import callers, end_graph
 from fxrl.capture._dynamo.loops import turns_left
-from fxrl.capture._torch import cache_entries
+from fxrl.capture._torch import (
+    RestartAnalysis,
+    cache_entries,
+    is_never_captured,
+    run_as_written,
+    try_again,
+)
+from fxrl.capture.branches import Branches
 from fxrl.ir.remark import Refusal
 
 _tracer: Any = torch._dynamo.symbolic_convert
@@ -38,13 +49,17 @@ _TRANSLATOR: Any = _tracer.InstructionTranslatorBase
 _may_end_outside = _TRANSLATOR.should_compile_partial_graph
 _call_function = _TRANSLATOR.call_function
 _leave_rest_out = _TRANSLATOR.step_graph_break
+_inline_function = _tracer.InliningInstructionTranslator.inline_call_
+_run_function = _tracer.InstructionTranslator.run
 #: Instructions that the next one is not run behind.
 _LEAVE = ("RETURN", "RERAISE", "RAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _MANY_TURNS = 32  # each is captured on its own then
+_NAMES_PART = ("LOAD_ATTR", "LOAD_METHOD")
 _FEW_ENDS = 2  # of graphs in one loop, where no more are needed
-#: By code, at how many turns left it went on in a loop; and that whose loops no graph ends in.
+#: By code, at how many turns left it went on in a loop.
 _WENT_ON: WeakKeyDictionary[CodeType, set[float]] = WeakKeyDictionary()
-_LEFT_OUT: WeakSet[CodeType] = WeakSet()
+#: By the branches of a step, which functions it leaves out for a loop; whether with all they call.
+_LEFT_OUT: WeakKeyDictionary[Branches, WeakKeyDictionary[CodeType, bool]] = WeakKeyDictionary()
 
 
 def _may_end(self: Any) -> bool:
@@ -187,7 +202,8 @@ def _loops(translator: Any) -> bool:
     It may in one of few turns, or of turns that nobody can count, until it was captured for as
     many; and only where modules are named, which would be left out with the function. Of all others
     the caller goes on behind the call. Where that is another part of a model, such as the loss head
-    behind its layers, nothing is lost by then: a loop that a third graph ends in is left to it.
+    behind its layers, nothing is lost by then: a loop that a third graph ends in, or will, is left
+    to it.
     """
     lowest = _lowest_jumps(translator)[translator.instruction_pointer]
     if lowest >= translator.current_instruction.offset:
@@ -195,19 +211,52 @@ def _loops(translator: Any) -> bool:
     turns = [left for value in translator.stack if (left := turns_left(value)) is not None]
     captured = len(cache_entries(translator.output.root_tx.f_code))
     many = max([captured, *turns]) >= _MANY_TURNS
-    return many or _is_left_out(translator, turns) or not _names_modules(translator)
+    _leave_out(translator, turns)
+    return many or not _names_modules(translator)
 
 
-def _is_left_out(translator: Any, turns: list[float]) -> bool:
-    """Whether a function's loop is left to its caller, which goes on with the model behind it."""
+def _leave_out(translator: Any, turns: list[float]) -> None:
+    """A function in whose loop many graphs end is left to its caller, which goes on with the model
+    behind it."""
     code = translator.f_code
     known = _WENT_ON.setdefault(code, set())
     if not hasattr(translator, "went_on"):
         translator.went_on = sum(turns)
         known.add(translator.went_on)
-    if len(known) > _FEW_ENDS and any(map(_goes_on, [*callers(translator)][1:])):
-        _LEFT_OUT.add(code)  # also when it is run by itself
-    return code in _LEFT_OUT
+    called = _held(translator, getattr(translator, "called", None))
+    alone = isinstance(called, torch.nn.Module) and is_never_captured(called)
+    ends = len(known) + (translator.went_on if alone else 0)
+    if ends > _FEW_ENDS and any(map(_goes_on, [*callers(translator)][1:])):
+        _LEFT_OUT.setdefault(data.followed[-1][1], WeakKeyDictionary())[code] = alone
+        if alone:
+            run_as_written(code)
+        raise RestartAnalysis(restart_reason="a function is left out")
+
+
+def _inline(self: Any) -> Any:
+    if self.f_code in _LEFT_OUT.get(data.followed[-1][1], ()):
+        end_graph("a function with a loop", "graphs end in each turn of a loop of it")
+    return _inline_function(self)
+
+
+def _run(self: Any) -> Any:
+    if self.f_code in _LEFT_OUT.get(data.followed[-1][1], ()):
+        raise SkipFrame
+    return _run_function(self)
+
+
+@contextmanager
+def loops_left_out(step: Branches) -> Iterator[None]:
+    """Inside, what a step leaves out for loops over modules that capture themselves runs as eager
+    code, which may look at values: whether a mask hides anything, or need not be made."""
+    for code, alone in _LEFT_OUT.get(step, {}).items():
+        if alone:
+            run_as_written(code)
+    try:
+        yield
+    finally:  # other steps, and other compilers, may capture it
+        for code in _LEFT_OUT.get(step, ()):
+            try_again(code)
 
 
 def _goes_on(caller: Any) -> bool:
@@ -217,7 +266,7 @@ def _goes_on(caller: Any) -> bool:
     module = _held(caller, caller.symbolic_locals.get("self"))
     parts = module._modules if isinstance(module, torch.nn.Module) else {}
     behind = caller.instructions[caller.instruction_pointer :] if parts else ()
-    return any(isinstance(one.argval, str) and one.argval in parts for one in behind)
+    return any(one.opname in _NAMES_PART and one.argval in parts for one in behind)
 
 
 def _names_modules(translator: Any) -> bool:
@@ -309,6 +358,8 @@ REPLACED: list[tuple[Any, str, Any]] = [
     ),
     (_TRANSLATOR, "should_compile_partial_graph", _may_end_here),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
+    (_tracer.InliningInstructionTranslator, "inline_call_", _inline),
+    (_tracer.InstructionTranslator, "run", _run),
     (_TRANSLATOR, "call_function", _call),
     (_TRANSLATOR, "maybe_has_backedge", _in_loop),
 ]
