@@ -164,7 +164,13 @@ class TrainStep:
 
         Raises:
             PlanError: no plan fits ``Config.gpu_memory``; says the longest context that would.
+            ConfigError: the model is under ``fully_shard``, whose layers nothing is planned for.
         """
+        if self._wrapper.parts:
+            raise ConfigError(
+                "there is no plan for layers that fully_shard gathers: each keeps what its "
+                "checkpointing says; plan_for takes the model as it was before"
+            )
         given = (self.model, self.loss_fn, batch, self.config, self._given)
         limits = self._backend.limits if target is None else None
         found = explained(
@@ -213,7 +219,7 @@ class TrainStep:
     def dump(self, directory: str | Path) -> Path:
         """Write every capture to a folder: graphs before and after each pass, region bodies,
         generated code, AOT graphs, the report, and an index to start from."""
-        functions = list(self._captured.compiled.values())
+        functions = self._captured.functions
         records = [record_of(capture) for capture in self.captures]
         return write_dump(directory, records, self.report, functions=functions)
 

@@ -152,6 +152,11 @@ class CapturedLoss:
         captured = tuple(r for one in self._backend.captures for r in one.report.remarks)
         return self._takeover.report + self.losses + Report(captured)
 
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """All that ``torch.compile`` made."""
+        return [*self.compiled.values(), *self._parts.values()]
+
     def __call__(self, batch: Any) -> Any:
         """What the loss returns."""
         with _ONE_AT_A_TIME, self._takeover.active():

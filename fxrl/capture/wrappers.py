@@ -28,9 +28,9 @@ import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +66,12 @@ class Wrapper:
         self.inner: nn.Module = opened.inner
         self.run: Callable[[Captured, Any], Any] = opened.run
         """``captured(batch)`` between the two halves of the wrapper's own forward."""
+        self.out_of_the_way: Callable[[Captured], AbstractContextManager[None]] = (
+            opened.out_of_the_way
+        )
+        """Inside, nothing of the wrapper runs that would end a graph, nor talks to other ranks."""
+        self.parts = isinstance(opened, _Sharded) and opened.has_units
+        """Whether modules inside are captured by themselves."""
         self.report = Report.of(_misses(model, opened))
 
 
@@ -78,8 +84,11 @@ class _Bare:
     def run(self, captured: Captured, batch: Any) -> Any:
         return captured(batch)
 
+    def out_of_the_way(self, captured: Captured) -> AbstractContextManager[None]:
+        return nullcontext()
 
-class _Reduced:
+
+class _Reduced(_Bare):
     """A model in DDP."""
 
     def __init__(self, model: Any) -> None:
@@ -106,7 +115,7 @@ class _ModuleAlone:
         return self.module(*args, **kwargs)
 
 
-class _Sharded:
+class _Sharded(_Bare):
     """A model that ``fully_shard`` was called on, as a whole and mostly on its layers before."""
 
     def __init__(self, model: Any) -> None:
@@ -133,18 +142,30 @@ class _Sharded:
         state._pre_forward(model, (None,), {})  # torch 2.11 takes the first argument that it moves
         result = None
         try:
-            with ExitStack() as stack:
-                for hooks, key in _hooks(state):
-                    stack.enter_context(_without(hooks, key))
-                for unit, kind in self._units:
-                    stack.enter_context(_apart(unit, kind))
-                token = _ALONE.set(captured.alone)
-                stack.callback(_ALONE.reset, token)
+            with self._without_hooks(_Parts(captured.alone)):
                 result = captured(batch)
         finally:  # also where the loss raises, as eager code's forward is over by then
             with swapped(state, _mp_policy=replace(state._mp_policy, output_dtype=None)):
                 state._post_forward(model, (), result)
         return result
+
+    @property
+    def has_units(self) -> bool:
+        return bool(self._units)
+
+    def out_of_the_way(self, captured: Captured) -> AbstractContextManager[None]:
+        return self._without_hooks(_Parts(captured.alone, gathers=False))
+
+    @contextmanager
+    def _without_hooks(self, parts: _Parts) -> Iterator[None]:
+        with ExitStack() as stack:
+            for hooks, key in _hooks(self._state):
+                stack.enter_context(_without(hooks, key))
+            for unit, kind in self._units:
+                stack.enter_context(_apart(unit, kind))
+            token = _PARTS.set(parts)
+            stack.callback(_PARTS.reset, token)
+            yield
 
 
 class _AsSharded:
@@ -160,8 +181,18 @@ class _AsSharded:
 
 #: The hooks that one is of, and its key there.
 _Hook = tuple[OrderedDict[int, Any], int]
-#: How a part of the step that runs now is captured by itself.
-_ALONE: ContextVar[Callable[..., Any]] = ContextVar("alone", default=lambda run, *args: run(*args))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """How the step that runs now treats modules that gather weights of their own."""
+
+    alone: Callable[..., Any]  # captures what a function does by itself
+    gathers: bool = True  # else weights are there
+
+
+_AS_WRITTEN = _Parts(lambda function, *args: function(*args))
+_PARTS = ContextVar("parts", default=_AS_WRITTEN)
 
 
 def _gathered(whole: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
@@ -174,6 +205,8 @@ def _gathered(whole: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
 
     @never_captured("FSDP gathers the weights of a module ahead of it, and frees them behind")
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _PARTS.get().gathers:
+            return whole(self, args, kwargs)
         state = self._get_fsdp_state()
         args, kwargs = state._pre_forward(self, args, kwargs)
         return state._post_forward(self, args, whole(self, args, kwargs))
@@ -186,7 +219,7 @@ def _inside(self: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _alone(self: Any, args: Any, kwargs: Any) -> Any:
-    return _ALONE.get()(_inside, self, args, kwargs)
+    return _PARTS.get().alone(_inside, self, args, kwargs)
 
 
 class _Apart:
@@ -199,6 +232,17 @@ class _Alone(_Apart):
     """A module that is captured by itself."""
 
     __call__ = _gathered(_alone)
+
+
+def gathered_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
+    """By id, the dtype that each weight has when FSDP2 has gathered it."""
+    found: dict[int, torch.dtype] = {}
+    for module in model.modules():  # an inner unit's has the last word
+        if _is_a(module, _FSDP2):
+            policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+            weights = (one for one in module.parameters() if _is_a(one, _DTENSOR))
+            found |= {id(one): policy.param_dtype or one.dtype for one in weights}
+    return found
 
 
 def _units(model: nn.Module) -> Iterator[tuple[Any, type]]:
@@ -275,7 +319,7 @@ def _without(hooks: OrderedDict[int, Any], key: int) -> Iterator[None]:
             hooks.move_to_end(behind)
 
 
-def _misses(model: nn.Module, opened: _Bare | _Reduced | _Sharded) -> Iterator[Remark]:
+def _misses(model: nn.Module, opened: _Bare) -> Iterator[Remark]:
     """One remark for each kind of wrapper that stays closed, at the first place it stands."""
     seen: set[str] = set()
     if isinstance(opened, _Sharded):
@@ -283,7 +327,7 @@ def _misses(model: nn.Module, opened: _Bare | _Reduced | _Sharded) -> Iterator[R
         yield _units_apart(model)
     for name, module in model.named_modules():
         kind, reason, cure = _closed(module)
-        if kind and kind not in seen and (name or isinstance(opened, _Bare)):
+        if kind and kind not in seen and (name or type(opened) is _Bare):
             seen.add(kind)
             yield _miss(name or "model", reason, cure or _cure_of_sharding(model))
     for name, parameter in model.named_parameters() if not seen & _SHARDING else ():

@@ -453,7 +453,9 @@ def dynamo_bytecode(function: Callable[..., Any]) -> tuple[dict[str, str], list[
         if code in seen:
             continue
         seen.add(code)
-        for index, entry in enumerate(cache_entries(code)):
+        # Those of a step that is gone, as behind an explain(), have no code any more.
+        alive = (entry for entry in cache_entries(code) if entry.code is not None)
+        for index, entry in enumerate(alive):
             name = f"{code.co_name.strip('<>')}.{index}"
             try:
                 texts[f"{name}.py"] = decompile(entry.code)

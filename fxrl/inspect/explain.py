@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from fxrl.capture._torch import FakeTensor, FakeTensorMode, TorchRuntimeError
 from fxrl.capture.captured_loss import CapturedLoss
 from fxrl.capture.held_models import models_held
-from fxrl.capture.wrappers import Wrapper
+from fxrl.capture.wrappers import Wrapper, gathered_dtypes
 from fxrl.compile.backend import Backend
 from fxrl.config import Config
 from fxrl.errors import FxrlError, reason_of
@@ -102,7 +102,7 @@ def explained(
         captured = CapturedLoss(wrapper.inner, loss_fn, backend)  # no process waits for another
         inputs = pytree.tree_map_only(Tensor, lambda x: _input(x, mode), batch)
         try:
-            with _told_once():
+            with _told_once(), wrapper.out_of_the_way(captured):
                 captured(inputs)
         except FxrlError:
             raise
@@ -141,7 +141,8 @@ _NEEDS_NUMBERS = (NotImplementedError, RuntimeError, ValueError, IndexError)
 @contextmanager
 def _without_meta(model: nn.Module, loss_fn: LossFn) -> Iterator[FakeTensorMode | None]:
     """Replace tensors of the model, and of other models that the loss holds, by fake CPU tensors if
-    they are on ``meta`` or fake. Yields the fakes' mode, None if all tensors are real."""
+    they are on ``meta`` or fake, or FSDP has a part of them. Yields the fakes' mode, None if all
+    tensors are real."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     roots = (model, *models_held(loss_fn).values())
     modules = {module for root in roots for module in root.modules()}
@@ -149,8 +150,13 @@ def _without_meta(model: nn.Module, loss_fn: LossFn) -> Iterator[FakeTensorMode 
         table for m in modules for table in (m._parameters, m._buffers, vars(m))
     ]
     held = [(t, name, x) for t in tables for name, x in t.items() if isinstance(x, Tensor)]
-    shapes = [entry for entry in held if entry[2].is_meta or isinstance(entry[2], FakeTensor)]
-    fakes = {id(x): _fake(x, mode) for _, _, x in shapes}
+    parts = gathered_dtypes(model)
+    shapes = [
+        (table, name, x)
+        for table, name, x in held
+        if x.is_meta or isinstance(x, FakeTensor) or id(x) in parts
+    ]
+    fakes = {id(x): _fake(x, mode, parts.get(id(x))) for _, _, x in shapes}
     try:
         for table, name, x in shapes:
             table[name] = fakes[id(x)]
@@ -160,11 +166,10 @@ def _without_meta(model: nn.Module, loss_fn: LossFn) -> Iterator[FakeTensorMode 
             table[name] = x
 
 
-def _fake(like: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake(like: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
+    shape, stride = tuple(map(hint, like.shape)), tuple(map(hint, like.stride()))
     with mode:
-        fake = torch.empty_strided(
-            tuple(map(hint, like.shape)), tuple(map(hint, like.stride())), dtype=like.dtype
-        )
+        fake = torch.empty_strided(shape, stride, dtype=dtype or like.dtype)
     if isinstance(like, nn.Parameter):
         return nn.Parameter(fake, requires_grad=like.requires_grad)
     return fake.requires_grad_(like.requires_grad)

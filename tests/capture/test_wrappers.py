@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxrl import Config
 from fxrl.capture.wrappers import Wrapper
-from fxrl.errors import MissedRewriteError
+from fxrl.errors import ConfigError, MissedRewriteError
 from fxrl.ir.on_miss import MissedRewriteWarning
 from fxrl.models import shard
 from fxrl.step import optimize
@@ -390,6 +390,25 @@ def test_layers_that_fsdp_gathers_are_captured_once(
     assert captures(step) <= 4
     assert not any(model.stack.traced)
     assert type(model.stack.layers[0]) is type(twin.stack.layers[0])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_layers_that_fsdp_gathers_are_explained_as_they_run(tmp_path: Path) -> None:
+    """Nothing is gathered for it; sizes and dtypes are those of gathered weights."""
+    torch._dynamo.reset()
+    model, batch = stacked("call"), make_batch(length=9)
+    step = optimize(model, policy_loss, LAYERS)
+    names = {name: type(weight) for name, weight in model.named_parameters()}
+    told = {(r.pass_name, r.site) for r in step.explain(batch).of_kind("applied")}
+    assert not step.explain(batch).of_kind("missed")
+    assert {name: type(weight) for name, weight in model.named_parameters()} == names
+    step(batch).backward()
+    assert told == {(r.pass_name, r.site) for r in step.report.of_kind("applied")}
+    step.dump(tmp_path)
+    written = {path.name for path in (tmp_path / "bytecode").iterdir()}
+    assert "_inside.0.py" in written
+    with pytest.raises(ConfigError, match="no plan for layers that fully_shard gathers"):
+        step.plan_for(batch)
 
 
 @pytest.mark.usefixtures("one_rank")
