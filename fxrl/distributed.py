@@ -121,21 +121,12 @@ class Ranks:
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Adds tensors up over the ranks, in place; all ranks give the same shapes.
 
-        Sums are made in float32, or in a wider dtype of the tensors, and are bit for bit the same
-        on every rank.
+        Sums are bit for bit the same on every rank.
         """
         if self._lobby is None or not tensors:
             return
         self.meet()
-        for bucket in buckets(tensors):
-            sizes = [t.numel() for t in bucket]
-            flat = bucket[0].new_empty(sum(sizes), dtype=wide_dtype(bucket[0].dtype))
-            parts = torch.split(flat, sizes)
-            for tensor, part in zip(bucket, parts, strict=True):
-                part.view(tensor.shape).copy_(tensor)
-            self.finish(self.begin_sum(flat))
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        sum_into(tensors, tensors, lambda flat: self.finish(self.begin_sum(flat)))
 
     def begin_sum(self, flat: Tensor) -> Any:
         """Begins to add a tensor up over the ranks, in place, and does not wait; they have met, and
@@ -304,12 +295,35 @@ def _number(name: str, default: int) -> int:
         raise ConfigError(f"{name}={text!r} is no whole number; torchrun sets it") from None
 
 
+def sum_into(
+    sums: Sequence[Tensor], tensors: Sequence[V], add_up: Callable[[Tensor], object]
+) -> None:
+    """Writes into ``sums`` what ``tensors`` come to over ranks, in float32 or a wider dtype of
+    theirs and rounded once; ``add_up`` adds a tensor up, in place. Both may be the same tensors."""
+    places = dict(zip(map(id, tensors), sums, strict=True))
+    for bucket in buckets(tensors, BUCKET_BYTES):
+        flat, parts = flattened(bucket)
+        for tensor, part in zip(bucket, parts, strict=True):
+            part.copy_(tensor)
+        add_up(flat)
+        for tensor, part in zip(bucket, parts, strict=True):
+            places[id(tensor)].copy_(part)
+
+
+def flattened(bucket: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Memory for the sums of a bucket, in one piece, and the part of each of its tensors."""
+    wide = wide_dtype(bucket[0].dtype)
+    flat = bucket[0].new_empty(sum(tensor.numel() for tensor in bucket), dtype=wide)
+    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+    return flat, [part.view(t.shape) for t, part in zip(bucket, parts, strict=True)]
+
+
 def sum_bytes(tensors: Sequence[Tensor]) -> int:
-    """What ``Ranks.sum_`` allocates at most; the tensors may be on ``meta``."""
-    return max((_bytes(bucket) for bucket in buckets(tensors)), default=0)
+    """What ``sum_into`` allocates at most; the tensors may be on ``meta``."""
+    return max((_bytes(bucket) for bucket in buckets(tensors, BUCKET_BYTES)), default=0)
 
 
-def buckets(tensors: Sequence[V], most_bytes: int = BUCKET_BYTES) -> Iterator[list[V]]:
+def buckets(tensors: Sequence[V], most_bytes: int) -> Iterator[list[V]]:
     """Tensors in order, grouped by device and dtype into at most ``most_bytes`` each (or one
     tensor)."""
     kinds: dict[tuple[torch.device, torch.dtype], list[V]] = {}

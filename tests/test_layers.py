@@ -24,7 +24,7 @@ LAYERS = {
     "distributed": {"errors", "dtypes"},
     "ir": BASE,
     "analysis": BASE | {"ir"},
-    "ops": BASE | {"ir"},
+    "ops": BASE | {"distributed", "ir"},
     "planner": BASE | {"distributed", "ir", "analysis", "ops"},
     "kernels": BASE | {"ir", "ops"},
     "passes": BASE | {"ir", "analysis", "ops"},

@@ -33,9 +33,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import accumulate, groupby, zip_longest
+from functools import partial
+from itertools import zip_longest
 from math import prod
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +43,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fxrl.distributed import sum_into
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.ir.graph import Size
 from fxrl.ir.sizes import share_of
@@ -53,8 +54,6 @@ dist: Any = torch.distributed  # much of it has no types
 _library: Any = torch.library
 T = TypeVar("T")
 _GROUPS: dict[int, Any] = {}
-#: Gradients are summed through a copy, which must not take as much memory as all of them do.
-SUMMED_BYTES = 2**29
 #: Its name since torch 2.13, and before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -388,21 +387,9 @@ head_to_seq.register_autograd(_head_to_seq_vjp, setup_context=_exchange_context)
     "fxrl::sum_over_ranks", mutates_args=(), schema="(Tensor[] x, int ranks) -> Tensor[]"
 )
 def sum_over_ranks(x: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """Sums over the ranks, 16-bit values in fp32; as many at once as ``SUMMED_BYTES`` take."""
-    wide = torch.float64 if any(part.dtype == torch.float64 for part in x) else torch.float32
+    """Sums over the ranks, made in float32 or wider."""
     sums = [torch.empty_like(part) for part in x]
-    ends = accumulate(part.numel() * wide.itemsize for part in x)
-    numbered = zip((end // SUMMED_BYTES for end in ends), zip(x, sums, strict=True), strict=True)
-    for _, bucket in groupby(numbered, itemgetter(0)):
-        pairs = [pair for _, pair in bucket]
-        sizes = [part.numel() for part, _ in pairs]
-        flat = pairs[0][0].new_empty(sum(sizes), dtype=wide)
-        places = torch.split(flat, sizes)
-        for (part, _), place in zip(pairs, places, strict=True):
-            place.view(part.shape).copy_(part)
-        dist.all_reduce(flat, group=_group(ranks))
-        for (_, total), place in zip(pairs, places, strict=True):
-            total.copy_(place.view(total.shape))
+    sum_into(sums, x, partial(dist.all_reduce, group=_group(ranks)))
     return sums
 
 

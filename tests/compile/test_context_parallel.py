@@ -16,13 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxrl import losses
+from fxrl import distributed, losses
 from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError
 from fxrl.ir.pipeline import Pipeline
 from fxrl.ir.plan import CutLayer, Plan
 from fxrl.models import quantize
-from fxrl.ops import context_parallel
 from fxrl.ops.context_parallel import told_by_first
 from fxrl.step import TrainStep, optimize
 from tests.capture.mixer import fixed
@@ -407,7 +406,7 @@ def test_ranks_that_share_sequences_have_the_same_batch_and_weights():
 
 
 def sums_of_gradients(most: int) -> list[list[float]]:
-    context_parallel.SUMMED_BYTES = most
+    distributed.BUCKET_BYTES = most
     rank = dist.get_rank()
     kinds = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
     given = [torch.full((n, 2), rank + n, dtype=kind) for n, kind in enumerate(kinds, 1)]

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxrl.distributed import BUCKET_BYTES, Ranks, buckets
+from fxrl.distributed import BUCKET_BYTES, Ranks, buckets, flattened
 from fxrl.dtypes import wide_dtype
 
 EARLY_BYTES = 25 * 2**20
@@ -40,16 +40,9 @@ class _Bucket:
     parameters: Sequence[nn.Parameter]
     # Those whose gradients the last backward has not accumulated yet.
     missing: set[nn.Parameter] = field(default_factory=set)
-    flat: Tensor | None = None  # the gradients as they were sent, and then their sums
+    parts: Sequence[Tensor] = ()  # the gradients as they were sent, and then their sums
     work: Any = None
     stale: bool = False  # a gradient has changed since
-
-    def parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its place in ``flat``."""
-        assert self.flat is not None
-        cut = torch.split(self.flat, [p.numel() for p in self.parameters])
-        for parameter, part in zip(self.parameters, cut, strict=True):
-            yield parameter, part.view(parameter.shape)
 
 
 class GradientSum:
@@ -127,13 +120,13 @@ class GradientSum:
             self._begin(following)
 
     def _begin(self, bucket: _Bucket) -> None:
-        first = bucket.parameters[0]
-        count = sum(p.numel() for p in bucket.parameters)
-        bucket.flat = torch.zeros(count, dtype=wide_dtype(first.dtype), device=first.device)
-        for parameter, part in bucket.parts():
-            if parameter.grad is not None:
+        flat, bucket.parts = flattened(bucket.parameters)
+        for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            else:
                 part.copy_(parameter.grad)
-        bucket.work = self._ranks.begin_sum(bucket.flat)
+        bucket.work = self._ranks.begin_sum(flat)
         assert self._begun is not None
         self._begun += 1
 
@@ -142,9 +135,9 @@ class GradientSum:
         taken: set[nn.Parameter] = set()
         for bucket, skipped in zip(self._buckets, stale, strict=True):
             self._ranks.finish(bucket.work)
-            for parameter, part in bucket.parts():
+            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
                 if not skipped and parameter.grad is not None:
                     parameter.grad.copy_(part)
             taken |= set() if skipped else {*bucket.parameters}
-            bucket.flat = bucket.work = None
+            bucket.parts, bucket.work = (), None
         return taken
