@@ -80,7 +80,6 @@ reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled
 in_dispatch_mode = torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals  # where Dynamo captures nothing
 functorch_level = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
 functorch_depth = torch._C._functorch.get_dynamic_layer_stack_depth  # how many one is inside of
-saved_tensor_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # those of a checkpoint, say; None where there are none
 functional_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FUNCTIONAL)  # of functional tensors, the one in force
 
 # Python's side of functionalisation: pending writes applied; whether there were any; the value.
@@ -100,6 +99,37 @@ def try_again(code: CodeType) -> None:
     """Dynamo looks again at a function that it has left out, which it does for good; what was
     compiled of it stays."""
     _set_strategy(code, FrameAction.DEFAULT)
+
+
+def keeps_by_op() -> bool:
+    """Whether a checkpoint around what runs now looks at each op to decide what it keeps."""
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    return isinstance(mode, _CHOOSING)
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint around what runs now keeps nothing of it, and will run it again."""
+    pack, _ = saved_tensors_hooks() or (None, None)
+    return getattr(pack, "__qualname__", "").startswith(_CHECKPOINTS)
+
+
+@contextmanager
+def outside_of_checkpoint() -> Iterator[None]:
+    """Inside, what is saved for the backward is kept in spite of a checkpoint, which then need not
+    run anything again."""
+    hooks = saved_tensors_hooks()
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+_CHOOSING = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+)
+_CHECKPOINTS = torch.utils.checkpoint._checkpoint_hook.__qualname__  # whose hooks these are
 
 
 def run_as_written(code: CodeType) -> None:

@@ -13,7 +13,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
 from traceback import FrameSummary
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from fxrl.capture._dynamo import plain_python_is_traced
 from fxrl.capture._torch import (
@@ -38,11 +39,13 @@ from fxrl.capture._torch import (
     forget_inputs,
     functorch_level,
     global_hooks,
+    in_checkpoint,
     in_dispatch_mode,
+    keeps_by_op,
     leave_transforms,
     method_replaced,
+    outside_of_checkpoint,
     reset_code,
-    saved_tensor_hooks,
     try_again,
     why_anew,
 )
@@ -322,18 +325,22 @@ class CapturedLoss:
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function returns that the step calls from where nothing is captured, captured by
-        itself: but not where a checkpoint around it waits for the same values when it runs again,
-        with the backward, when no step is at hand."""
-        if saved_tensor_hooks() is not None:
-            reason = "a module that FSDP gathers runs as written inside of a checkpoint"
-            cure = "let the module checkpoint what it computes, or fully_shard what checkpoints it"
+        itself. A checkpoint around it is taken over: its second run would come with the backward,
+        when no step is at hand, and had to save the same."""
+        if keeps_by_op():
+            reason = "a module that FSDP gathers runs as written: a checkpoint sees each of its ops"
+            cure = "let it keep what the module is given, without a context_fn"
             self._note(RemarkKind.ANALYSIS, "", reason, cure)
             return function(*args)
-        key = function, self._key
+        checkpointed = in_checkpoint()
+        key = function, checkpointed, self._key
         if key not in self._parts:
-            self._parts[key] = self._compiled(function, function.__name__)
+            part = _checkpointed(function) if checkpointed else function
+            self._parts[key] = self._compiled(part, function.__name__)
         mark_inside(self._batch, args)
-        with swapped(self._backend, alone=True):
+        with swapped(self._backend, alone=True), ExitStack() as stack:
+            if checkpointed:
+                stack.enter_context(outside_of_checkpoint())
             return self._parts[key](*args)
 
     def _compiled(
@@ -486,6 +493,15 @@ def _kind(batch: Any) -> Any:
         for leaf in leaves
     ]
     return str(spec), str(parts), torch.is_grad_enabled()
+
+
+def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a module (``function(self, args, kwargs)``) that keeps only what it is given."""
+
+    def again(self: Any, args: Any, kwargs: Any) -> Any:
+        return checkpoint(lambda *given: function(self, given, kwargs), *args, use_reentrant=False)
+
+    return again
 
 
 def _fresh(function: Callable[..., Any], name: str) -> Callable[..., Any]:

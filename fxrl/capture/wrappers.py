@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -195,45 +196,6 @@ _AS_WRITTEN = _Parts(lambda function, *args: function(*args))
 _PARTS = ContextVar("parts", default=_AS_WRITTEN)
 
 
-def _gathered(whole: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
-    """The call of a module whose weights are gathered ahead of ``whole``, and freed behind it.
-
-    NOTE [Why around the call]: up to 5.17 layers of transformers checkpoint all of a call, hooks
-    included. Dynamo finds a hook there that it cannot trace, calls the checkpoint as it is,
-    and traces nothing inside of one. When a checkpoint runs again, weights are there anyway.
-    """
-
-    @never_captured("FSDP gathers the weights of a module ahead of it, and frees them behind")
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _PARTS.get().gathers:
-            return whole(self, args, kwargs)
-        state = self._get_fsdp_state()
-        args, kwargs = state._pre_forward(self, args, kwargs)
-        return state._post_forward(self, args, whole(self, args, kwargs))
-
-    return call
-
-
-def _inside(self: Any, args: Any, kwargs: Any) -> Any:
-    return super(_Apart, self).__call__(*args, **kwargs)
-
-
-def _alone(self: Any, args: Any, kwargs: Any) -> Any:
-    return _PARTS.get().alone(_inside, self, args, kwargs)
-
-
-class _Apart:
-    """A module with others inside that gather weights of their own, and are captured."""
-
-    __call__ = _gathered(_inside)
-
-
-class _Alone(_Apart):
-    """A module that is captured by itself."""
-
-    __call__ = _gathered(_alone)
-
-
 def gathered_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
     """By id, the dtype that each weight has when FSDP2 has gathered it."""
     found: dict[int, torch.dtype] = {}
@@ -249,9 +211,34 @@ def _units(model: nn.Module) -> Iterator[tuple[Any, type]]:
     units = {name: one for name, one in model.named_modules() if name and _is_a(one, _FSDP2)}
     made: dict[Any, type] = {}
     for name, unit in units.items():
-        how = _Apart if any(one.startswith(f"{name}.") for one in units) else _Alone
-        kind = type(unit)
-        yield unit, made.setdefault((how, kind), type(kind.__name__, (how, kind), {}))
+        holds = any(one.startswith(f"{name}.") for one in units)
+        key = type(unit), holds
+        yield unit, made.setdefault(key, _called_apart(type(unit), alone=not holds))
+
+
+def _called_apart(kind: type, *, alone: bool) -> type:
+    """Modules of a class whose weights are gathered ahead of all else that a call does, and freed
+    behind it; what is in between is captured by itself, or, not ``alone``, as others inside are.
+
+    NOTE [Why around the call]: up to 5.17 layers of transformers checkpoint all of a call, hooks
+    included. Dynamo finds a hook there that it cannot trace, calls the checkpoint as it is, and
+    traces nothing inside of one. When a checkpoint runs again, weights are there anyway.
+    """
+
+    def inside(self: Any, args: Any, kwargs: Any) -> Any:
+        return kind.__call__(self, *args, **kwargs)
+
+    @never_captured("FSDP gathers the weights of a module ahead of it, and frees them behind")
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = _PARTS.get()
+        run = partial(parts.alone, inside) if alone else inside
+        if not parts.gathers:
+            return run(self, args, kwargs)
+        state = self._get_fsdp_state()
+        args, kwargs = state._pre_forward(self, args, kwargs)
+        return state._post_forward(self, args, run(self, args, kwargs))
+
+    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 @contextmanager

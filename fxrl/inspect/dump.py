@@ -25,6 +25,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import CodeType, FunctionType
 from typing import Any
@@ -448,8 +449,7 @@ def dynamo_bytecode(function: Callable[..., Any]) -> tuple[dict[str, str], list[
     todo = [_plain(function)]
     seen: set[CodeType] = set()
     while todo:
-        current = todo.pop(0)
-        code = current.__code__
+        code, scope = todo.pop(0)
         if code in seen:
             continue
         seen.add(code)
@@ -462,14 +462,17 @@ def dynamo_bytecode(function: Callable[..., Any]) -> tuple[dict[str, str], list[
             except (MissingPackageError, DecompileError) as error:
                 reasons.append(str(error))
                 texts[f"{name}.dis"] = _FRESH.sub("", dis.Bytecode(entry.code).dis())
-            scope = current.__globals__
             resumed = (n for n in entry.code.co_names if n.startswith(_RESUME) and n in scope)
             todo += [_plain(scope[name]) for name in resumed]
     return texts, reasons
 
 
-def _plain(function: Any) -> FunctionType:
-    """The user's function under a ``torch.compile`` wrapper and a bound method."""
+def _plain(function: Any) -> tuple[CodeType, dict[str, Any]]:
+    """Code and globals of the user's function under a ``torch.compile`` wrapper and a bound method,
+    and on torch 2.11 of what is made with its cells (``capture._dynamo.ends``)."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
+    if isinstance(function, partial):
+        code, scope, *_ = function.args
+        return code, scope
     plain: FunctionType = getattr(function, "__func__", function)
-    return plain
+    return plain.__code__, plain.__globals__

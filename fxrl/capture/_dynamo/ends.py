@@ -150,7 +150,7 @@ def _is_result(caller: Any) -> bool:
 
 
 def _call(self: Any, function: Any, args: Any, kwargs: Any) -> None:
-    self.called = function  # for a graph that may end inside of it
+    self.called, self.given = function, args[:1]  # for a graph that may end inside of it
     if _differentiates_again(function, args, kwargs):
         raise Refusal(
             "the loss differentiates its gradient again: rewrites have no second derivative",
@@ -223,8 +223,7 @@ def _leave_out(translator: Any, turns: list[float]) -> None:
     if not hasattr(translator, "went_on"):
         translator.went_on = sum(turns)
         known.add(translator.went_on)
-    called = _held(translator, getattr(translator, "called", None))
-    alone = isinstance(called, torch.nn.Module) and is_never_captured(called)
+    alone = any(map(is_never_captured, _modules_called(translator)))
     ends = len(known) + (translator.went_on if alone else 0)
     if ends > _FEW_ENDS and any(map(_goes_on, [*callers(translator)][1:])):
         _LEFT_OUT.setdefault(data.followed[-1][1], WeakKeyDictionary())[code] = alone
@@ -257,6 +256,15 @@ def loops_left_out(step: Branches) -> Iterator[None]:
     finally:  # other steps, and other compilers, may capture it
         for code in _LEFT_OUT.get(step, ()):
             try_again(code)
+
+
+def _modules_called(caller: Any) -> Iterator[torch.nn.Module]:
+    """The module that a function calls now, itself or by what is given it, such as a checkpoint."""
+    called = [getattr(caller, "called", None), *getattr(caller, "given", ())]
+    for value in called:  # a bound method's object has another name from torch 2.15 on
+        module = _held(caller, getattr(value, "obj", getattr(value, "im_self", value)))
+        if isinstance(module, torch.nn.Module):
+            yield module
 
 
 def _goes_on(caller: Any) -> bool:
