@@ -7,11 +7,11 @@ the temperature included. Marking the two sizes that vary keeps the rest constan
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxrl.capture._torch import STATIC_SIZES, maybe_mark_dynamic
@@ -64,15 +64,25 @@ def _sizes(tensors: list[torch.Tensor]) -> tuple[set[int], set[int]]:
     return batches, lengths
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, whatever container of the usual ones holds them."""
+def _tensors(batch: Any, deep: int = 3) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, whatever containers and objects hold them; no deeper, as an object
+    may lead back to itself, or to all of a program."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif is_dataclass(leaf):
-            yield from _tensors([getattr(leaf, field.name, None) for field in fields(leaf)])
-        elif isinstance(leaf, (Mapping, SimpleNamespace)):
-            yield from _tensors(dict(leaf) if isinstance(leaf, Mapping) else vars(leaf))
+        elif deep and (held := _held(leaf)):
+            yield from _tensors(held, deep - 1)
+
+
+def _held(leaf: Any) -> dict[str, Any]:
+    """What a mapping or an object holds. A model's tensors are none of a batch."""
+    if isinstance(leaf, Mapping):
+        return dict(leaf)
+    if isinstance(leaf, (nn.Module, ModuleType, type)):
+        return {}
+    slots = (getattr(kind, "__slots__", ()) for kind in type(leaf).__mro__)
+    named = {name for one in slots for name in ([one] if isinstance(one, str) else one)}
+    return {name: getattr(leaf, name, None) for name in named} | getattr(leaf, "__dict__", {})
 
 
 def _is_index(tensor: torch.Tensor) -> bool:

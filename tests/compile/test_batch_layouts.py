@@ -5,6 +5,7 @@ with which model, at which sizes. In float64, with misses as errors, its loss, m
 gradient are compared. One graph does for all sizes but those of one row or one target.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from functools import partial
@@ -82,6 +83,20 @@ MODELS = {"tiny": Tiny} | {kind: partial(hugging_face, kind) for kind in ("Qwen3
 # ---------------------------------------------------------------------------- batches
 NAMES = ("ids", "mask", "old", "adv")
 Rollout = make_dataclass("Rollout", NAMES)
+set_attribute = object.__setattr__  # as pydantic and attrs have it, under a name of their own
+
+
+class Model:
+    """Sets what it is given past its own ``__setattr__``, as models of data do."""
+
+    def __init__(self, **given):
+        set_attribute(self, "__dict__", given)
+
+    def __setattr__(self, name, value):
+        set_attribute(self, name, value)
+
+    def __copy__(self):
+        return type(self)(**self.__dict__)
 
 
 class Draw:
@@ -268,6 +283,21 @@ def attributes(model, batch):
     return common(model, {name: getattr(batch, name) for name in NAMES})
 
 
+def changed(model, batch):
+    """What it reads of a copy, some of it another."""
+    other = copy.copy(batch)
+    other.mask = 2 * batch.mask
+    return attributes(model, other)
+
+
+def distilled(model, batch):
+    """From its own logits, sharpened, chunk by chunk: each ``chunk`` counts its sizes itself."""
+    logits = model(input_ids=batch["ids"]).logits[:, :-1]
+    sharp = logits.detach() * 2
+    pairs = zip(logits.chunk(3, 1), sharp.chunk(3, 1), strict=True)
+    return -sum((s.softmax(-1) * z.log_softmax(-1)).sum() for z, s in pairs) / batch["ids"].numel()
+
+
 def groups(model, batch):
     """Rewards against the group's own mean, as GRPO has them."""
     rewards, mask = batch["rewards"], batch["mask"].flatten(0, 1)
@@ -330,6 +360,8 @@ LAYOUTS = [
       bounds, sizes=ONE),
     L("tokens picked by the mask", lambda d, B, T: d.batch(mask=d.mask(B, T - 1).bool()), picked),
     L("tokens picked along", lambda d, B, T: d.batch(), along),
+    L("distilled in chunks", lambda d, B, T: {"ids": d.ids(B, T)}, distilled,
+      sizes=((2, 7), (3, 10))),
     L("weights along a sequence", lambda d, B, T: d.batch(), spaced),
     L("chosen above rejected", lambda d, B, T: {
         "ids": d.ids(2 * B, T), "mask": d.mask(2 * B, T - 1)}, preference),
@@ -344,6 +376,7 @@ LAYOUTS = [
       lambda model, batch: common(model, dict(zip(NAMES, batch, strict=True)))),
     L("dataclass", lambda d, B, T: Rollout(**d.batch()), attributes),
     L("namespace", lambda d, B, T: SimpleNamespace(**d.batch()), attributes),
+    L("object, copied and changed", lambda d, B, T: Model(**d.batch()), changed),
     L("nested", lambda d, B, T: {"tokens": d.batch(), "scores": ([d.real(B)], None, "text")},
       lambda model, batch: common(model, batch["tokens"] | {"adv": batch["scores"][0][0]})),
     L("BatchEncoding", lambda d, B, T: transformers.BatchEncoding(d.batch())),

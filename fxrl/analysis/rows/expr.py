@@ -144,6 +144,7 @@ class ExprPool:
         self._interned: dict[Any, RowExpr] = {}
         self._shifted: dict[tuple[int, Any], RowExpr] = {}
         self._reshaped: dict[int, tuple[RowExpr, list[int]]] = {}  # of what, and its local sizes
+        self._numbers: dict[str, fx.Node] = {}  # the first with each value
 
     def leaf(self, leaf: Leaf) -> RowExpr:
         return self._intern(("leaf", _key(leaf)), lambda: RowExpr(None, leaf=leaf))
@@ -176,7 +177,9 @@ class ExprPool:
         return self._interned[key]
 
     def shift(self, expr: RowExpr, step: RowStep) -> RowExpr:
-        """``expr`` over the rows that ``step`` selects: the step moves down to the leaves."""
+        """``expr`` over the rows that ``step`` selects: the step moves down to the leaves. Steps by
+        equal numbers are one, wherever the graph computes these."""
+        step = replace(step, args=fx.map_arg(step.args, self._number))
         key = (id(expr), _key(step))
         if key not in self._shifted:
             self._shifted[key] = self._shift(expr, step)
@@ -191,6 +194,11 @@ class ExprPool:
         args = map_exprs(expr.args, lambda operand: self.shift(operand, step))
         kwargs = {name: map_exprs(v, lambda o: self.shift(o, step)) for name, v in expr.kwargs}
         return self.call(expr.target, *args, **kwargs)
+
+    def _number(self, node: fx.Node) -> fx.Node:
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            return self._numbers.setdefault(spelled(node), node)
+        return node
 
     def join(
         self, kind: str, dim: int, parts: Sequence[tuple[RowExpr, tuple[Any, ...]]], left: Any

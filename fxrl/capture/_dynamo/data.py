@@ -82,6 +82,11 @@ _make_range: Any = BuiltinVariable.call_range
 _call = TorchInGraphFunctionVariable.call_function
 _call_context = TorchCtxManagerClassVariable.call_function
 _METHODS = {torch.split: "split", torch.functional.split: "split", torch.chunk: "chunk"}
+# Of any object, which torch takes for a tensor's method where code has it under a name of its own.
+_OF_OBJECTS = {
+    getattr(object, name): name
+    for name in ("__init__", "__setattr__", "__delattr__", "__getattribute__")
+}
 _ASKS = (torch.isnan, torch.isinf, torch.isfinite)
 _MATH: dict[Any, Any] = {getattr(math, one.__name__): one for one in _ASKS} | {
     getattr(math, name): getattr(torch, name)
@@ -346,8 +351,12 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return VariableTracker.build(tx, _taken_along).call_function(tx, args, kwargs)
     if self.value in SIZED and _vary([*args, *kwargs.values()]):
         return VariableTracker.build(tx, SIZED[self.value]).call_function(tx, args, kwargs)
+    if not args or not isinstance(args[0].realize(), TensorVariable):
+        if (name := _OF_OBJECTS.get(self.value)) is not None:
+            return BuiltinVariable(object).call_method(tx, name, [*args], kwargs)
+        return _call(self, tx, args, kwargs)
     method = _METHODS.get(self.value)
-    if method is None or not args or not isinstance(args[0].realize(), TensorVariable):
+    if method is None:
         return _call(self, tx, args, kwargs)
     return args[0].realize().call_method(tx, method, [*args[1:]], kwargs)
 
