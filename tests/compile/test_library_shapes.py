@@ -5,6 +5,7 @@ eager mode, or that came with parallel or packed code. In float64, loss and grad
 Sizes are symbolic where a shape computes with them.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -328,6 +329,36 @@ def padding_taken_out_by_a_mask(m, b):
     logps = torch.zeros(real.shape, dtype=lse.dtype)
     logps[real] = picked(logits, ids.roll(-1)) - lse
     return weighed(logps[:, 1:], b)
+
+
+class Sharper:
+    def __call__(self, ids, scores):
+        return scores * 1.5
+
+
+class Processors(list):
+    """As transformers' list of processors: it asks each what it takes."""
+
+    def __call__(self, ids, scores):
+        for one in self:
+            given = ids, scores
+            scores = one(*given[: len(inspect.signature(one.__call__).parameters)])
+        return scores
+
+
+@shape
+def processed_before_the_loss(m, b):
+    logits, ids = shifted(m, b)
+    logits = Processors([Sharper()])(ids, logits)
+    return weighed(picked(logits, ids) - logits.logsumexp(-1), b)
+
+
+@shape
+def sizes_marked_in_the_loss(m, b):
+    torch._dynamo.mark_dynamic(b["ids"], 1)
+    logits, ids = shifted(m, b)
+    torch._dynamo.maybe_mark_dynamic(logits, 1)
+    return weighed(picked(logits, ids) - logits.logsumexp(-1), b)
 
 
 # ---------------------------------------------------------------- beside the loss

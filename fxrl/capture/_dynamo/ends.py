@@ -17,9 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.decorators import mark_dynamic, mark_unbacked, maybe_mark_dynamic
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.variables import (
     CellVariable,
+    ConstantVariable,
     GetAttrVariable,
     LazyVariableTracker,
     ListVariable,
@@ -159,7 +161,14 @@ def _call(self: Any, function: Any, args: Any, kwargs: Any) -> None:
     if isinstance(getattr(function, "value", None), torch.nn.RNNBase):
         why = "traced, it would be a graph for each length of sequences"
         end_graph("a recurrent layer runs as one call", why)
+    if getattr(function, "fn", getattr(function, "value", None)) in _MARKS:
+        self.push(ConstantVariable.create(None))  # a batch's sizes vary anyway
+        return
     _call_function(self, function, args, kwargs)
+
+
+#: Which sizes torch is to take for those that vary: forbidden where a function is traced.
+_MARKS = (mark_dynamic, maybe_mark_dynamic, mark_unbacked)
 
 
 #: Which functions differentiate, by whether they do so twice of themselves.

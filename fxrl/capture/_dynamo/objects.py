@@ -95,6 +95,7 @@ _is_subclass: Any = getattr(BuiltinVariable, "call_issubclass", None)
 _call_module = UnspecializedNNModuleVariable.call_function
 _GETATTR = next(name for name in GETATTRS if hasattr(UnspecializedNNModuleVariable, name))
 _attribute_of_module: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
+_attribute_of_function: Any = getattr(UserFunctionVariable, _GETATTR)
 _attribute_of_object: Any = vars(UserDefinedObjectVariable).get(_GETATTR)
 _HASATTR_BY_NAME = "attr" in signature(GuardBuilder.HASATTR).parameters  # not in torch 2.11
 _find_getattr: Any = vars(UserDefinedObjectVariable).get("_check_for_getattr")
@@ -272,14 +273,26 @@ def _global_of(self: Any, name: str) -> tuple[Any, Any, Source]:
 def _globals(self: Any, tx: Any) -> Any:
     """``globals()``, to be read: where the graph would end at it in a function that is called, code
     would ask for those of the outermost one. A write ends the graph."""
-    source = GlobalSource(tx.output.install_global_by_id("fxrl_globals", tx.f_globals))
+    return _names_of(tx, tx.f_globals)
+
+
+def _names_of(tx: Any, namespace: dict[str, Any]) -> Any:
+    source = GlobalSource(tx.output.install_global_by_id("fxrl_globals", namespace))
     items = {
         ConstantVariable.create(name): LazyVariableTracker.create(
             value, source=DictGetItemSource(source, name)
         )
-        for name, value in tx.f_globals.items()
+        for name, value in namespace.items()
     }
     return ConstDictVariable(items, source=source)
+
+
+def _function_attribute(self: Any, tx: Any, name: str) -> Any:
+    """``__globals__`` as ``globals()`` has it, which ``inspect.signature`` asks for, also of a
+    function that Dynamo knows no way to, such as a method of an object that was made here."""
+    if name == "__globals__" and not self.source:
+        return _names_of(tx, self.get_globals())
+    return _attribute_of_function(self, tx, name)
 
 
 def _call_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -581,6 +594,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (UserDefinedClassVariable, "call_function", _instance),
     (BuiltinVariable, "call_isinstance", _isinstance),
     (BuiltinVariable, "call_globals", _globals),
+    (UserFunctionVariable, _GETATTR, _function_attribute),
     # Which method traces a builtin is kept by its arguments: what captures keep is theirs alone.
     (BuiltinVariable, "call_function_handler_cache", {}),
     (UnspecializedNNModuleVariable, "call_function", _call_layer),
