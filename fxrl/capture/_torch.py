@@ -141,6 +141,12 @@ def _set_strategy(code: CodeType, action: FrameAction) -> None:
     torch._C._dynamo.eval_frame.set_code_exec_strategy(code, FrameExecStrategy(action, action))
 
 
+def leave_out(code: CodeType) -> None:
+    """Dynamo looks neither at this function nor at those that it calls."""
+    skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, skipped)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """What a tensor's memory is known by, as long as it lives."""
     return int(tensor.untyped_storage()._cdata)

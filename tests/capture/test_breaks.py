@@ -82,6 +82,19 @@ def own_function(model: nn.Module, batch: Any) -> Tensor:
     return -token_logps(logits, batch["ids"]).mean()
 
 
+class OfItsClass(NormedGradient):
+    """Its forward is told its class, as those of Liger's losses are."""
+
+    @classmethod
+    def forward(cls, ctx: Any, logits: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ctx, logits)
+
+
+def function_of_its_class(model: nn.Module, batch: Any) -> Tensor:
+    logits = OfItsClass.apply(model(batch["ids"]))  # here
+    return -token_logps(logits, batch["ids"]).mean()
+
+
 class FoundRows(torch.autograd.Function):
     """Its forward counts rows by their values."""
 
@@ -118,6 +131,7 @@ def test_a_count_inside_of_a_function_costs_no_more_than_the_head() -> None:
         pytest.param(in_a_loop, "graph_break", marks=pytest.mark.slow),
         (counted_by_data, "cannot be traced"),
         (own_function, "autograd.Function"),
+        (function_of_its_class, "classmethod"),
     ],
 )
 def test_a_head_that_is_lost_has_its_line_and_reason(loss_fn: Any, words: str) -> None:
@@ -130,6 +144,7 @@ def test_a_head_that_is_lost_has_its_line_and_reason(loss_fn: Any, words: str) -
     here = next(n for n in range(start, start + 20) if lines[n - 1].endswith("# here"))
     reasons = [r for r in step.report.of_kind("missed") if r.source.endswith(f".py:{here}")]
     assert any(words in remark.reason for remark in reasons), step.report
+    assert captures(step) > 0
     with pytest.raises(MissedRewriteError, match="missed"):
         optimize(model, loss_fn, CONFIG)(make_batch())
 

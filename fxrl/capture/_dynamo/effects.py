@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, metadata
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ from fxrl.capture._dynamo.hooks import end_of_graph
 from fxrl.capture._dynamo.kept import PRINTED, forget_bounds
 from fxrl.capture._dynamo.later import Later
 from fxrl.capture._dynamo.loops import find_owners
-from fxrl.capture._torch import functions_stay, functorch_level
+from fxrl.capture._torch import functions_stay, functorch_level, leave_out
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.recorded import (
@@ -254,6 +254,9 @@ def _applied(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     of its outputs have no gradient, which are zeros in a graph."""
     if functorch_level() is not None:
         end_graph("call_apply", "an autograd.Function is inside of torch.func's transforms")
+    if isinstance(forward := self.fn_cls.forward, MethodType):
+        leave_out(forward.__func__.__code__)
+        end_graph("call_apply", "the forward of an autograd.Function is a classmethod")
     made = _call_applied(self, tx, args, kwargs)
     if isinstance(made, TupleVariable) and len(made.items) > 1:
         for kept, written in tx.output.side_effects.store_attr_mutations.items():
