@@ -36,6 +36,7 @@ from tests.capture.mixer import (
     captures,
     fixed,
     fused,
+    grads,
     make_batch,
     make_model,
     outcome,
@@ -745,6 +746,21 @@ def test_the_model_may_change() -> None:
         change(model)
         assert_matches_eager(step, policy_loss, model, batch)
     assert fused(step)
+
+
+def test_a_weight_may_be_resized_while_it_has_a_gradient() -> None:
+    """As transformers resizes an embedding; the gradient is left out behind the next forward."""
+    model, batch = make_model(), fixed(make_batch())
+    step = optimize(model, policy_loss, CONFIG)
+    step(batch).backward()
+    for weight in {model.embed.weight, model.head.weight}:
+        weight.data = torch.cat([weight.data, weight.data[:2]])
+    found = step(batch)
+    model.zero_grad(set_to_none=True)
+    found.backward()
+    got = grads(model)
+    policy_loss(model, batch).backward()
+    assert_same(got, grads(model))
 
 
 # ------------------------------------------------------------------------------------- copies

@@ -87,6 +87,8 @@ from fxrl.ir.graph import hint
 _BUILDER: Any = torch._dynamo.variables.builder
 _OUTPUT: Any = torch._dynamo.output_graph
 _mark_static_address = torch._dynamo.decorators.mark_static_address
+_META: Any = torch._subclasses.meta_utils
+_read_gradient = _META.safe_grad
 _read_address_type = torch._dynamo.utils.get_static_address_type
 _method_of_object = UserDefinedObjectVariable.call_method
 _make_instance: Any = UserDefinedClassVariable.call_function
@@ -584,6 +586,13 @@ def _address_type(tensor: torch.Tensor) -> str | None:
     return _read_address_type(tensor) and "unguarded"
 
 
+def _fitting_gradient(tensor: Any) -> Any:
+    """A tensor's gradient; none where the tensor was resized since it got one, as embeddings are:
+    what stands for it in a trace takes no other size."""
+    gradient = _read_gradient(tensor)
+    return gradient if gradient is None or gradient.shape == tensor.shape else None
+
+
 HANDLERS = {
     dis.opmap["IMPORT_NAME"]: _import_name,
     dis.opmap["LOAD_ATTR"]: _load_attribute,
@@ -609,6 +618,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (_BUILDER, "is_parameter_freezing", lambda: False),
     # Who reads a learning rate does not let all weights be marked, nor the optimizer be changed.
     (torch._dynamo.decorators, "mark_static_address", _mark_address),
+    (_META, "safe_grad", _fitting_gradient),
     (OptimizerVariable, "_set_capturable", lambda self, tx: None),
     (_OUTPUT.OutputGraph, "add_fqn_info_for_inlined_modules", _name_nothing),
 ]
