@@ -1,4 +1,4 @@
-"""Fold a batched product with one weight for all of the batch into a plain product.
+"""Let batched products with weights be plain products.
 
     %w3 = expand(unsqueeze(%w, 0), [b, ...])
     %y  = bmm(%x, %w3)                              x [b, t, k], w [k, n]
@@ -6,7 +6,8 @@ becomes
     %y  = mm(reshape(%x, [b * t, k]), %w)           in the old shape again
 
 ``baddbmm`` adds its bias to that, and a convolution one token wide, which people write a loss head
-as, is the product of all tokens, with features and tokens swapped before and behind it.
+as, is the product of all tokens, with features and tokens swapped before and behind it. A head for
+each of a few codebooks (``bmm(x [q, n, k], w [q, k, v])``) is a product for each, stacked.
 
 NOTE [Why fold broadcast products]: ``matmul`` of a non-contiguous 3-D tensor (hidden states after
 a slice) with a weight becomes a batched product with the weight expanded over the batch. It is a
@@ -25,7 +26,7 @@ from torch import fx
 from fxrl.analysis.rows.heads import feeds_class_op
 from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
-from fxrl.ir.graph import RESHAPES, equal_shapes, hint, is_call, is_tensor, shape_of
+from fxrl.ir.graph import RESHAPES, ancestors, equal_shapes, hint, is_call, is_tensor, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
 from fxrl.ir.plan import Choice
 from fxrl.ir.site import name_instead
@@ -34,26 +35,28 @@ from fxrl.ir.sizes import SizeTable
 aten = torch.ops.aten
 
 
+_MANY = 64  # codebooks; each is a product of its own
 _BATCHED = (aten.bmm.default, aten.baddbmm.default)
 _ONE_WIDE = ([1], [0], [1], False, [0], 1)  # stride, padding, dilation, transposed, of it, groups
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastProduct(Site):
-    """A batched product, or a convolution, with one weight for all of the batch."""
+    """A batched product, or a convolution, with one weight for all of the batch, or several."""
 
     weight: fx.Node
 
 
 @dataclass(frozen=True)
 class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
-    """``bmm(rows [B, T, H], expand(weight [H, V]))`` as ``mm`` of the flattened rows, and
-    ``convolution(rows [B, H, T], weight [V, H, 1])`` where what it computes is read as classes."""
+    """``bmm(rows [B, T, H], expand(weight [H, V]))`` as ``mm`` of the flattened rows. Where what is
+    computed is read as classes, ``convolution(rows [B, H, T], weight [V, H, 1])`` too, and
+    ``bmm(rows [Q, N, H], weights [Q, H, V])`` as Q of them."""
 
     name: ClassVar[str] = "fold-broadcast-products"
     doc: ClassVar[PassDoc] = PassDoc(
         "a batched product whose right operand is one weight, expanded (`matmul` after a slice), "
-        "or a loss head that is a convolution one token wide",
+        "or a loss head that is a convolution one token wide, or one for each codebook",
         "the weight's gradient once per sequence",
         "nothing",
         "the result's sizes cannot be written in the graph",
@@ -65,18 +68,26 @@ class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
                 for node in graph.find_nodes(op="call_function", target=target):
                     if (weight := _expanded(node)) is not None:
                         yield BroadcastProduct(node, 0, weight)
+                    elif _are_heads(node):
+                        yield BroadcastProduct(node, 0, node.args[-1])
             for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
                 if node.args[3:] == _ONE_WIDE and _is_head(node):
                     yield BroadcastProduct(node, 0, node.args[1])
 
     def rewrite(self, gm: fx.GraphModule, site: BroadcastProduct, choice: Choice) -> Applied:
         graph, node = site.anchor.graph, site.anchor
-        is_wide = node.target is aten.convolution.default
         with Builder(graph).before(node) as builder:
-            fold = _fold_convolution if is_wide else _fold
-            node.replace_all_uses_with(fold(builder, SizeTable(graph), node, site.weight))
-        what = "a convolution one token wide" if is_wide else "a batched product with one weight"
-        return Applied(f"{what} is a product of all rows")
+            if node.target is aten.convolution.default:
+                what = "a convolution one token wide is a product of all rows"
+                made = _fold_convolution(builder, SizeTable(graph), node, site.weight)
+            elif len(shape_of(site.weight)) == 3 and shape_of(site.weight)[0] != 1:
+                what = "a batched product with several heads is one with each"
+                made = _product_each(builder, node, site.weight)
+            else:
+                what = "a batched product with one weight is a product of all rows"
+                made = _fold(builder, SizeTable(graph), node, site.weight)
+            node.replace_all_uses_with(made)
+        return Applied(what)
 
 
 def _is_head(node: fx.Node) -> bool:
@@ -85,6 +96,17 @@ def _is_head(node: fx.Node) -> bool:
     given, made = shape_of(rows), shape_of(node)
     wide = len(made) == 3 and hint(shape_of(weight)[2]) == 1
     return wide and hint(made[1]) > hint(given[1]) and feeds_class_op(node, hint(made[1]))
+
+
+def _are_heads(node: fx.Node) -> bool:
+    """Whether a batched product has a weight for each of a few batches, and computes classes."""
+    args: Any = node.args
+    *_, weights = args
+    count, features, classes = shape_of(weights)
+    inputs = [given for given in ancestors([weights]) if given.op in ("placeholder", "get_attr")]
+    few = isinstance(count, int) and 1 < count <= _MANY and hint(classes) > hint(features)
+    held = all(given.meta.get("of_model") for given in inputs if is_tensor(given))
+    return few and held and feeds_class_op(node)
 
 
 def _expanded(node: fx.Node) -> fx.Node | None:
@@ -121,6 +143,21 @@ def _fold(builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node) ->
     name_instead(product, node)
     product = builder.call(aten.reshape.default, product, target)
     return builder.call(aten.add.Tensor, product, bias[0]) if bias else product
+
+
+def _product_each(builder: Builder, node: fx.Node, weights: fx.Node) -> fx.Node:
+    args: Any = node.args
+    *bias, rows, _ = args
+    each = [
+        builder.call(
+            aten.mm.default,
+            builder.call(aten.select.int, rows, 0, at),
+            builder.call(aten.select.int, weights, 0, at),
+        )
+        for at in range(int(shape_of(weights)[0]))
+    ]
+    products = builder.call(aten.stack.default, each)
+    return builder.call(aten.add.Tensor, products, bias[0]) if bias else products
 
 
 def _fold_convolution(

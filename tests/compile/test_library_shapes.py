@@ -331,6 +331,17 @@ def padding_taken_out_by_a_mask(m, b):
     return weighed(logps[:, 1:], b)
 
 
+@shape
+def a_head_for_each_codebook(m, b):
+    """In one batched product, as audio models have them."""
+    hidden, ids = m.hidden(b["ids"])[:, :-1], b["ids"][:, 1:]
+    rows = torch.stack([hidden, hidden.tanh()]).flatten(1, 2)
+    heads = torch.stack([m.head.weight.t(), -m.head.weight.t()])
+    logits = torch.bmm(rows, heads).view(2, *ids.shape, VOCAB)
+    logps = logits.log_softmax(-1).gather(-1, ids.expand(2, -1, -1)[..., None])[..., 0]
+    return weighed(logps.sum(0), b)
+
+
 class Sharper:
     def __call__(self, ids, scores):
         return scores * 1.5
