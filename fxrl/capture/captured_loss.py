@@ -185,6 +185,7 @@ class CapturedLoss:
                 result = self._run(way, batch)
                 break
             except _CaptureFailedError as failed:
+                begin_anew()  # what comes ahead of the part that failed may have drawn
                 if install_collectors(self._model, failed.error):
                     self.__dict__.pop("_may_install", None)
                     way = first = self._first_way(batch)
@@ -194,6 +195,7 @@ class CapturedLoss:
                     return self._as_written_beside(failure, batch)
                 way = self._next_way(way, failure)
             except CannotBeginAnewError:
+                begin_anew()
                 for branches in self._branches[way:]:
                     branches.leave()
                 way = max(way, _WHOLE)  # layers once are one graph, and now it ends at the branch

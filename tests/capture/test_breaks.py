@@ -1012,3 +1012,22 @@ def test_a_text_of_a_module_is_none_of_the_batchs(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(f"{__name__}._KIND", f"k{kind}")
         assert_matches_eager(step, of_a_kind, model, make_batch())
     assert not [one for one in step.report.remarks if "what the batch says" in one.reason]
+
+
+def test_what_is_ahead_of_a_part_that_fails_draws_once() -> None:
+    """The part is given up with its numbers, as the loss then runs as it is written."""
+
+    def noisy(model: nn.Module, batch: Any) -> Tensor:
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        logps = logps + torch.randn_like(logps)
+        torch._dynamo.graph_break()
+        with torch.compiler.set_stance("default"):  # which Dynamo forbids
+            return -logps.mean()
+
+    model, batch = make_model(), fixed(make_batch())
+    step = optimize(model, noisy, QUIET)
+    torch.manual_seed(0)
+    wanted = noisy(model, batch), torch.rand(1)
+    torch.manual_seed(0)
+    assert_same((step(batch), torch.rand(1)), wanted)
+    assert any("run as written" in missed.reason for missed in step.report.of_kind("missed"))
