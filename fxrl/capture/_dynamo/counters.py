@@ -50,7 +50,7 @@ def _written(effects: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_number(value: Any) -> bool:
     kinds = int, float
-    if type(value) is LazyVariableTracker and not value.is_realized():
+    if isinstance(value, LazyVariableTracker) and not value.is_realized():
         return False  # and is not looked into for that
     if isinstance(value, SymNodeVariable):
         return value.python_type() in kinds
