@@ -100,6 +100,8 @@ def _is_head(node: fx.Node) -> bool:
 
 def _are_heads(node: fx.Node) -> bool:
     """Whether a batched product has a weight for each of a few batches, and computes classes."""
+    if node.kwargs:
+        return False
     args: Any = node.args
     *_, weights = args
     count, features, classes = shape_of(weights)

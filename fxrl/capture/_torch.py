@@ -133,18 +133,12 @@ _CHECKPOINTS = torch.utils.checkpoint._checkpoint_hook.__qualname__  # whose hoo
 
 
 def run_as_written(code: CodeType) -> None:
-    """Dynamo leaves out a function, and all that it calls."""
+    """Dynamo looks neither at a function nor at those that it calls."""
     _set_strategy(code, FrameAction.SKIP)
 
 
 def _set_strategy(code: CodeType, action: FrameAction) -> None:
     torch._C._dynamo.eval_frame.set_code_exec_strategy(code, FrameExecStrategy(action, action))
-
-
-def leave_out(code: CodeType) -> None:
-    """Dynamo looks neither at this function nor at those that it calls."""
-    skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, skipped)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -280,6 +280,29 @@ def test_convolutions_that_are_no_heads_stay(function):
     assert not report.remarks
 
 
+@pytest.mark.parametrize(
+    ("heads", "stays"),
+    [
+        (lambda x, w: torch.bmm(x, w).log_softmax(-1), False),
+        (lambda x, w, b: torch.baddbmm(b, x, w).log_softmax(-1), False),
+        (lambda x, w, b: torch.baddbmm(b, x, w, beta=0.5, alpha=2).log_softmax(-1), True),
+        (lambda x, w: torch.bmm(x, w).tanh(), True),
+        (lambda x, w: torch.bmm(x, w[..., :3]).log_softmax(-1), True),
+    ],
+    ids=["plain", "biased", "scaled", "no classes", "narrow"],
+)
+def test_a_head_for_each_codebook_is_a_product_of_its_own(heads, stays):
+    args = [draw(2, 4, 3), draw(2, 3, 5), draw(2, 1, 5)][: heads.__code__.co_argcount]
+    gm = lowered(heads, *args, respelled=False)
+    for node in inputs_of(gm.graph):
+        node.meta["of_model"] = True
+    report = FoldBroadcastProducts().run(gm)
+    assert_equals_eager(gm, heads, args)
+    assert len(re.findall(r"aten\.mm\b", print_graph(gm))) == (0 if stays else 2)
+    told = "a batched product with several heads is one with each"
+    assert reasons(report) == ("" if stays else told)
+
+
 def test_a_matrix_for_each_sequence_stays():
     gm, report = rewritten(
         FoldBroadcastProducts(), lambda x, w: torch.bmm(x, w), draw(2, 4, 3), draw(2, 3, 5)

@@ -55,7 +55,7 @@ from fxrl.capture._dynamo.hooks import end_of_graph
 from fxrl.capture._dynamo.kept import PRINTED, forget_bounds
 from fxrl.capture._dynamo.later import Later
 from fxrl.capture._dynamo.loops import find_owners
-from fxrl.capture._torch import functions_stay, functorch_level, leave_out
+from fxrl.capture._torch import functions_stay, functorch_level, run_as_written
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
 from fxrl.capture.recorded import (
@@ -255,7 +255,7 @@ def _applied(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if functorch_level() is not None:
         end_graph("call_apply", "an autograd.Function is inside of torch.func's transforms")
     if isinstance(forward := self.fn_cls.forward, MethodType):
-        leave_out(forward.__func__.__code__)
+        run_as_written(forward.__func__.__code__)
         end_graph("call_apply", "the forward of an autograd.Function is a classmethod")
     made = _call_applied(self, tx, args, kwargs)
     if isinstance(made, TupleVariable) and len(made.items) > 1:
