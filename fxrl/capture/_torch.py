@@ -98,7 +98,17 @@ GETATTRS = ("var_getattr", "tp_getattro_impl")
 def try_again(code: CodeType) -> None:
     """Dynamo looks again at a function that it has left out, which it does for good; what was
     compiled of it stays."""
-    _set_strategy(code, FrameAction.DEFAULT)
+    _set_strategy(code, FrameAction.DEFAULT, FrameAction.DEFAULT)
+
+
+def run_as_written(code: CodeType, *, all_inside: bool = True) -> None:
+    """Dynamo does not look at a function, nor, with ``all_inside``, at those that it calls."""
+    inside = FrameAction.SKIP if all_inside else FrameAction.DEFAULT
+    _set_strategy(code, FrameAction.SKIP, inside)
+
+
+def _set_strategy(code: CodeType, own: FrameAction, inside: FrameAction) -> None:
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, FrameExecStrategy(own, inside))
 
 
 def keeps_by_op() -> bool:
@@ -130,15 +140,6 @@ _CHOOSING = (
     torch.utils.checkpoint._CachedTorchDispatchMode,
 )
 _CHECKPOINTS = torch.utils.checkpoint._checkpoint_hook.__qualname__  # whose hooks these are
-
-
-def run_as_written(code: CodeType) -> None:
-    """Dynamo looks neither at a function nor at those that it calls."""
-    _set_strategy(code, FrameAction.SKIP)
-
-
-def _set_strategy(code: CodeType, action: FrameAction) -> None:
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, FrameExecStrategy(action, action))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -199,6 +199,8 @@ def test_a_mixture(case: tuple[str, str]) -> None:
 def test_adapted_experts_are_multiplied_as_two_products() -> None:
     """By grouped products, which eager code has in float32 at most."""
     torch.manual_seed(0)
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):  # up to 5.17
+        pytest.skip("the gradient of such a product reads numbers, so it stays one call")
     model = adapted(fused_experts("Qwen3Moe", "grouped_mm", **QWEN), "experts").float()
     batch = fixed(make_batch())
     batch = {k: x.float() if x.is_floating_point() else x for k, x in batch.items()}

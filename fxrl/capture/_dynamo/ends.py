@@ -18,7 +18,6 @@ import torch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked, maybe_mark_dynamic
-from torch._dynamo.exc import SkipFrame
 from torch._dynamo.variables import (
     CellVariable,
     ConstantVariable,
@@ -52,7 +51,6 @@ _may_end_outside = _TRANSLATOR.should_compile_partial_graph
 _call_function = _TRANSLATOR.call_function
 _leave_rest_out = _TRANSLATOR.step_graph_break
 _inline_function = _tracer.InliningInstructionTranslator.inline_call_
-_run_function = _tracer.InstructionTranslator.run
 #: Instructions that the next one is not run behind.
 _LEAVE = ("RETURN", "RERAISE", "RAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _MANY_TURNS = 32  # each is captured on its own then
@@ -236,8 +234,7 @@ def _leave_out(translator: Any, turns: list[float]) -> None:
     ends = len(known) + (translator.went_on if alone else 0)
     if ends > _FEW_ENDS and any(map(_goes_on, [*callers(translator)][1:])):
         _LEFT_OUT.setdefault(data.followed[-1][1], WeakKeyDictionary())[code] = alone
-        if alone:
-            run_as_written(code)
+        run_as_written(code, all_inside=alone)
         raise RestartAnalysis(restart_reason="a function is left out")
 
 
@@ -247,19 +244,13 @@ def _inline(self: Any) -> Any:
     return _inline_function(self)
 
 
-def _run(self: Any) -> Any:
-    if self.f_code in _LEFT_OUT.get(data.followed[-1][1], ()):
-        raise SkipFrame
-    return _run_function(self)
-
-
 @contextmanager
 def loops_left_out(step: Branches) -> Iterator[None]:
-    """Inside, what a step leaves out for loops over modules that capture themselves runs as eager
-    code, which may look at values: whether a mask hides anything, or need not be made."""
+    """Inside, functions that a step leaves out for a loop run as eager code; also all that they
+    call where that are modules that capture themselves: it may look at values then, such as whether
+    a mask hides anything, or need not be made."""
     for code, alone in _LEFT_OUT.get(step, {}).items():
-        if alone:
-            run_as_written(code)
+        run_as_written(code, all_inside=alone)
     try:
         yield
     finally:  # other steps, and other compilers, may capture it
@@ -376,7 +367,6 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (_TRANSLATOR, "should_compile_partial_graph", _may_end_here),
     (_tracer.InliningInstructionTranslator, "should_compile_partial_graph", _may_end),
     (_tracer.InliningInstructionTranslator, "inline_call_", _inline),
-    (_tracer.InstructionTranslator, "run", _run),
     (_TRANSLATOR, "call_function", _call),
     (_TRANSLATOR, "maybe_has_backedge", _in_loop),
 ]
