@@ -64,9 +64,18 @@ class TrainStep:
         self.config = config
         self._given = plan or Plan()
         self._backend = backend or Backend(config, self._given)
-        self._wrapper = Wrapper(model)
-        self._captured = CapturedLoss(self._wrapper.inner, loss_fn, self._backend)
+        self._look()
+
+    def _look(self) -> None:
+        """See what the model is in: ``fully_shard`` changes its class, also behind ``optimize``."""
+        self._kind = type(self._model)
+        self._wrapper = Wrapper(self._model)
+        self._captured = CapturedLoss(self._wrapper.inner, self._loss_fn, self._backend)
         self._backend.judge(self._wrapper.report)
+
+    def _look_again(self) -> None:
+        if type(self._model) is not self._kind:
+            self._look()
 
     @property
     def model(self) -> nn.Module:
@@ -89,6 +98,7 @@ class TrainStep:
             FxrlError: ranks that share sequences were given different batches, or began with
                 different weights.
         """
+        self._look_again()
         self._meet(batch)
         if not self._backend.captures:
             log.info("capturing the step")
@@ -166,6 +176,7 @@ class TrainStep:
             PlanError: no plan fits ``Config.gpu_memory``; says the longest context that would.
             ConfigError: the model is under ``fully_shard``, whose layers nothing is planned for.
         """
+        self._look_again()
         if self._wrapper.parts:
             raise ConfigError(
                 "there is no plan for layers that fully_shard gathers: each keeps what its "

@@ -354,14 +354,16 @@ class Stack(nn.Module):
 class Stacked(nn.Module):
     """A stack under a head."""
 
-    def __init__(self, checkpoints: str | None, stack_too: bool = False) -> None:
+    def __init__(self, checkpoints: str | None) -> None:
         super().__init__()
-        self.stack, mesh = Stack(checkpoints), init_device_mesh("cpu", (1,))
+        self.stack = Stack(checkpoints)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False, dtype=torch.float64)
-        for layer in self.stack.layers:
-            fully_shard(layer, mesh=mesh)
-        if stack_too:
-            fully_shard(self.stack, mesh=mesh)
+
+    def shard(self, stack_too: bool = False) -> Any:
+        mesh = init_device_mesh("cpu", (1,))
+        for part in (*self.stack.layers, *([self.stack] if stack_too else []), self):
+            fully_shard(part, mesh=mesh)
+        return self
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.stack(ids))
@@ -369,7 +371,7 @@ class Stacked(nn.Module):
 
 def stacked(checkpoints: str | None, **options: bool) -> Any:
     torch.manual_seed(0)
-    return fully_shard(Stacked(checkpoints, **options), mesh=init_device_mesh("cpu", (1,)))
+    return Stacked(checkpoints).shard(**options)
 
 
 LAYERS = replace(CONFIG, passes=("fuse-linear-logprob", "outline-layers", "recompute"))
@@ -416,6 +418,23 @@ def test_layers_that_fsdp_gathers_are_explained_as_they_run(tmp_path: Path) -> N
     written = {path.name for path in (tmp_path / "bytecode").iterdir()}
     assert any(name.startswith("inside.0.") for name in written)
     with pytest.raises(ConfigError, match="no plan for layers that fully_shard gathers"):
+        step.plan_for(batch)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_may_be_sharded_behind_optimize() -> None:
+    """Also when the step has run."""
+    torch._dynamo.reset()
+    model, batch = Stacked("inside"), fixed(make_batch())
+    step = optimize(model, policy_loss, LAYERS)
+    step(batch)
+    before = captures(step)
+    model.shard()
+    got = whole(outcome(step, model, batch))
+    assert_same(got, whole(outcome(partial(policy_loss, model), model, batch)))
+    assert fused(step)
+    assert 2 <= captures(step) - before <= 3, "the layers, the head and maybe what is ahead"
+    with pytest.raises(ConfigError, match="no plan"):
         step.plan_for(batch)
 
 
