@@ -12,13 +12,13 @@ All else of DDP (``no_sync``, ``join``, ``static_graph``, unused parameters, com
 lives in these parts or in hooks of the parameters, and works as it does in eager code.
 
 ``fully_shard`` (FSDP2) does the same in two hooks of each module that it was called on. Those of
-the whole model run around the step:
+the whole model, and of a unit that has its loss head, run around the step:
 
-    before      the weights that no unit inside gathers: embeddings, last norm, loss head
+    before      the weights that no other unit gathers: embeddings, last norm, loss head
     captured    loss_fn(inner, batch); inner casts as the hooks would
     after       backward of the *loss*, not of the logits, begins with their gathering
 
-Graphs end at the units inside, whose two hooks run around all else that a call of them does: layers
+Graphs end at the other units, whose two hooks run around all else that a call of them does: layers
 are captured one by one, equal ones once, and the head behind them together with the loss.
 """
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -121,10 +121,13 @@ class _Sharded(_Bare):
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._state = state = model._get_fsdp_state()  # looked up by the module's identity
+        self._state = state = _state_of(model)  # looked up by the module's identity
         self.inner = _under(model, _AsSharded, _get_fsdp_state=lambda self: state)
-        # The modules inside that gather weights of their own, and the class of each in a step.
-        self._units = [*_units(model)]
+        self._heads = [*dict.fromkeys(map(_state_of, _heads_apart(model)))]
+        beside = {module for head in self._heads for module in head._modules}
+        # The other modules inside that gather weights, and the class of each in a step.
+        self._units = [*_units(model, beside)]
+        self._beside = [(module, _as_sharded(module)) for module in beside]
         for buffer in model.buffers():  # Dynamo does so itself where FSDP gathers nothing
             mark_static_address(buffer, guard=False)
 
@@ -134,20 +137,21 @@ class _Sharded(_Bare):
         those of tensor parallelism are."""
         if not _is_a(model, _FSDP2):
             return False
-        state = model._get_fsdp_state()
+        state = _state_of(model)
         groups = vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]  # torch 2.11
         return not any(shard.is_dtensor for group in groups if group for shard in group.fsdp_params)
 
     def run(self, captured: Captured, batch: Any) -> Any:
-        model, state = self._model, self._state
-        state._pre_forward(model, (None,), {})  # torch 2.11 takes the first argument that it moves
-        result = None
+        states, result = [self._state, *self._heads], None
+        for state in states:  # torch 2.11 takes the first argument that it moves
+            state._pre_forward(state._modules[0], (None,), {})
         try:
             with self._without_hooks(_Parts(captured.alone)):
                 result = captured(batch)
         finally:  # also where the loss raises, as eager code's forward is over by then
-            with swapped(state, _mp_policy=replace(state._mp_policy, output_dtype=None)):
-                state._post_forward(model, (), result)
+            for state in reversed(states):
+                with swapped(state, _mp_policy=replace(state._mp_policy, output_dtype=None)):
+                    state._post_forward(state._modules[0], (), result)
         return result
 
     @property
@@ -160,8 +164,11 @@ class _Sharded(_Bare):
     @contextmanager
     def _without_hooks(self, parts: _Parts) -> Iterator[None]:
         with ExitStack() as stack:
-            for hooks, key in _hooks(self._state):
-                stack.enter_context(_without(hooks, key))
+            for state in (self._state, *self._heads):
+                for hooks, key in _hooks(state):
+                    stack.enter_context(_without(hooks, key))
+            for module, kind in self._beside:
+                stack.enter_context(swapped(module, __class__=kind))
             for unit, kind in self._units:
                 stack.enter_context(_apart(unit, kind))
             token = _PARTS.set(parts)
@@ -201,14 +208,33 @@ def gathered_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
     found: dict[int, torch.dtype] = {}
     for module in model.modules():  # an inner unit's has the last word
         if _is_a(module, _FSDP2):
-            policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+            policy = _state_of(module)._mp_policy
             weights = (one for one in module.parameters() if _is_a(one, _DTENSOR))
             found |= {id(one): policy.param_dtype or one.dtype for one in weights}
     return found
 
 
-def _units(model: nn.Module) -> Iterator[tuple[Any, type]]:
-    units = {name: one for name, one in model.named_modules() if name and _is_a(one, _FSDP2)}
+def _state_of(module: Any) -> Any:
+    return module._get_fsdp_state()
+
+
+def _heads_apart(model: nn.Module) -> Iterator[nn.Module]:
+    """The Linears that widen to what some embedding has entries for, of units of their own."""
+    parts = [*model.modules()]
+    vocabularies = {one.num_embeddings for one in parts if isinstance(one, nn.Embedding)}
+    for one in parts:
+        if isinstance(one, nn.Linear) and _is_a(one, _FSDP2) and one.out_features in vocabularies:
+            yield one
+
+
+def _as_sharded(module: Any) -> type:
+    state, kind = _state_of(module), type(module)
+    return type(kind.__name__, (_AsSharded, kind), {"_get_fsdp_state": lambda self: state})
+
+
+def _units(model: nn.Module, beside: Container[nn.Module]) -> Iterator[tuple[Any, type]]:
+    named = ((name, one) for name, one in model.named_modules() if name and one not in beside)
+    units = {name: one for name, one in named if _is_a(one, _FSDP2)}
     made: dict[Any, type] = {}
     for name, unit in units.items():
         holds = any(one.startswith(f"{name}.") for one in units)
@@ -245,7 +271,7 @@ def _called_apart(kind: type, *, alone: bool) -> type:
 def _apart(unit: Any, kind: type) -> Iterator[None]:
     """Inside, a module is of this kind, and its two hooks are not there; but as ever where another
     hook stands before or behind them, or where several modules are gathered as one."""
-    state = unit._get_fsdp_state()
+    state = _state_of(unit)
     if len(state._modules) > 1 or not _outermost(*_hooks(state)):
         yield
         return
@@ -263,8 +289,9 @@ def _outermost(before: _Hook, after: _Hook) -> bool:
 
 
 def _hooks(state: Any) -> list[_Hook]:
-    """The two of FSDP."""
-    handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
+    """The two of FSDP; of modules that are gathered as one, two of each."""
+    first, second = state._pre_forward_hook_handle, state._post_forward_hook_handle
+    handles = getattr(first, "handles", (first, second))
     return [(handle.hooks_dict_ref(), handle.id) for handle in handles]
 
 
@@ -328,8 +355,7 @@ def _units_apart(model: nn.Module) -> Remark:
     reason = (
         f"FSDP gathers and frees the weights of {units} modules in it by hooks, where graphs end"
     )
-    cure = "leave the loss head to the whole model: no fully_shard of its own"
-    return Remark(RemarkKind.ANALYSIS, "capture", "model", "", reason, cure)
+    return Remark(RemarkKind.ANALYSIS, "capture", "model", "", reason)
 
 
 def _miss(site: str, reason: str, cure: str) -> Remark:

@@ -267,15 +267,36 @@ def test_fsdps_casts_and_hooks_of_others() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_loss_head_in_a_unit_of_its_own_is_a_miss_with_a_cure() -> None:
-    model, mesh = Apart(), init_device_mesh("cpu", (1,))
-    fully_shard(model.head, mesh=mesh)
-    step = optimize(fully_shard(model, mesh=mesh), policy_loss, QUIET)
-    assert_matches_eager(step, policy_loss, model, fixed(make_batch()))
-    assert not fused(step)
-    assert step.report.of_kind("missed")
-    (told,) = (r for r in step.report.of_kind("analysis") if "FSDP gathers" in r.reason)
-    assert "leave the loss head to the whole model" in told.cure
+@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "with the last norm"])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_loss_head_in_a_unit_of_its_own(grouped: bool, dtype: torch.dtype | None) -> None:
+    """It is gathered for all of the step, cast as its policy says; hooks of others see it so."""
+    torch._dynamo.reset()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=dtype and torch.float64)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model, mesh = Normed(), init_device_mesh("cpu", (1,))
+        unit = [model.norm, model.head] if grouped else model.head
+        fully_shard(model.mix, mesh=mesh)
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        models.append(fully_shard(model, mesh=mesh))
+    model, twin = models
+    seen = []
+    model.head.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+    hooks = [[*model.head._forward_pre_hooks], [*model.head._forward_hooks]]
+    kind, step = type(model.head), optimize(model, policy_loss, CONFIG)
+    for seed, length in ((1, 9), (2, 14), (3, 9)):
+        batch = make_batch(length=length, seed=seed)
+        wanted = outcome(partial(policy_loss, twin), twin, batch)
+        tolerance = 1e-10 if dtype is None else 1e-5
+        assert_same(whole(outcome(step, model, batch)), whole(wanted), tolerance)
+    assert fused(step)
+    assert not step.report.of_kind("missed")
+    assert {*seen} == {dtype or torch.float64}
+    assert type(model.head) is kind
+    assert hooks == [[*model.head._forward_pre_hooks], [*model.head._forward_hooks]]
+    assert "fuse-linear-logprob" in {r.pass_name for r in step.explain(batch).of_kind("applied")}
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -486,6 +507,17 @@ class Apart(Mixer):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+
+
+class Normed(Apart):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        hidden = hidden + torch.tanh(self.mix(hidden.cumsum(1) / 3))
+        return self.head(self.norm(hidden))
 
 
 def two_devices() -> nn.Module:
