@@ -392,3 +392,22 @@ def test_what_an_iterator_comes_to_behind_a_break(ask: Any) -> None:
             results.append(outcome(function, model, batch))
         assert_same(*results)
     assert fused(step)
+
+
+def test_a_loop_that_no_graph_ends_in_is_captured_with_any_number_of_layers() -> None:
+    """Models of one class, one after the other, in steps whose graphs end elsewhere."""
+
+    def plain(self: Layered, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+    def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return ended(policy_loss(model, batch)) * 2
+
+    for depth in (3, 4, 5, 6, 7):
+        model, batch = Layered(plain, depth), fixed(make_batch())
+        step = optimize(model, loss_fn, QUIET)
+        assert_matches_eager(step, loss_fn, model, batch)
+        assert captures(step) == 2
+        assert len(step.captures[0].dynamo.graph.nodes) > 3 * depth

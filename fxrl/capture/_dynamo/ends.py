@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked, maybe_mark_dynamic
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables import (
     CellVariable,
     ConstantVariable,
@@ -218,7 +220,8 @@ def _loops(translator: Any) -> bool:
     turns = [left for value in translator.stack if (left := turns_left(value)) is not None]
     captured = len(cache_entries(translator.output.root_tx.f_code))
     many = max([captured, *turns]) >= _MANY_TURNS
-    _leave_out(translator, turns)
+    if isinstance(sys.exception(), Unsupported):  # asked for where a graph must end, not ahead
+        _leave_out(translator, turns)
     return many or not _names_modules(translator)
 
 
