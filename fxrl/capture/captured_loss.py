@@ -58,7 +58,7 @@ from fxrl.capture.breaks import (
     without_breaks,
 )
 from fxrl.capture.checks import CheckFailedError
-from fxrl.capture.dynamic import mark_batch, mark_inside
+from fxrl.capture.dynamic import mark_batch, mark_inside, sizes_of
 from fxrl.capture.gradient_hooks import hung
 from fxrl.capture.held_models import models_held, names_held
 from fxrl.capture.repeated import RepeatedLayers
@@ -268,7 +268,7 @@ class CapturedLoss:
         generation = self._repeated.generation if once else 0
         branches = self._branches[way]
         key = self._key = global_hooks(), way, generation, branches.variant
-        self._batch = batch  # as what is captured alone computes from it
+        self._sizes = sizes_of(batch)  # which what is captured alone has, too
         if new := key not in self.compiled:
             self.compiled[key] = self._compile(once)
         code = inspect.unwrap(self.compiled[key]).__code__
@@ -339,7 +339,7 @@ class CapturedLoss:
         if key not in self._parts:
             part = _checkpointed(function) if checkpointed else function
             self._parts[key] = self._compiled(part, function.__name__)
-        mark_inside(self._batch, args)
+        mark_inside(self._sizes, args)
         with swapped(self._backend, alone=True), ExitStack() as stack:
             if checkpointed:
                 stack.enter_context(outside_of_checkpoint())

@@ -44,13 +44,18 @@ def mark_batch(batch: Any) -> bool:
     return varies
 
 
-def mark_inside(batch: Any, values: Any) -> None:
+def sizes_of(batch: Any) -> frozenset[int]:
+    """The batch and the lengths that a batch has."""
+    batches, lengths = _sizes([tensor for tensor in _tensors(batch) if not tensor.is_nested])
+    return frozenset(batches | lengths)
+
+
+def mark_inside(sizes: frozenset[int], values: Any) -> None:
     """Mark the sizes of a batch in what was computed from it: of a tensor of floats in all dims but
     the last, which has features."""
-    batches, lengths = _sizes([tensor for tensor in _tensors(batch) if not tensor.is_nested])
     for tensor in _tensors(values):
         dims = range(tensor.dim() - (0 if _is_index(tensor) else 1))
-        _marked(tensor, {dim for dim in dims if tensor.shape[dim] in batches | lengths})
+        _marked(tensor, {dim for dim in dims if tensor.shape[dim] in sizes})
 
 
 def _sizes(tensors: list[torch.Tensor]) -> tuple[set[int], set[int]]:

@@ -71,13 +71,15 @@ class Wrapper:
             opened.out_of_the_way
         )
         """Inside, nothing of the wrapper runs that would end a graph, nor talks to other ranks."""
-        self.parts = isinstance(opened, _Sharded) and opened.has_units
+        self.parts = opened.parts
         """Whether modules inside are captured by themselves."""
         self.report = Report.of(_misses(model, opened))
 
 
 class _Bare:
     """No wrapper, or one that stays closed."""
+
+    parts = False
 
     def __init__(self, model: nn.Module) -> None:
         self.inner = model
@@ -127,6 +129,7 @@ class _Sharded(_Bare):
         beside = {module for head in self._heads for module in head._modules}
         # The other modules inside that gather weights, and the class of each in a step.
         self._units = [*_units(model, beside)]
+        self.parts = bool(self._units)
         self._beside = [(module, _as_sharded(module)) for module in beside]
         for buffer in model.buffers():  # Dynamo does so itself where FSDP gathers nothing
             mark_static_address(buffer, guard=False)
@@ -153,10 +156,6 @@ class _Sharded(_Bare):
                 with swapped(state, _mp_policy=replace(state._mp_policy, output_dtype=None)):
                     state._post_forward(state._modules[0], (), result)
         return result
-
-    @property
-    def has_units(self) -> bool:
-        return bool(self._units)
 
     def out_of_the_way(self, captured: Captured) -> AbstractContextManager[None]:
         return self._without_hooks(_Parts(captured.alone, gathers=False))
@@ -239,7 +238,9 @@ def _units(model: nn.Module, beside: Container[nn.Module]) -> Iterator[tuple[Any
     for name, unit in units.items():
         holds = any(one.startswith(f"{name}.") for one in units)
         key = type(unit), holds
-        yield unit, made.setdefault(key, _called_apart(type(unit), alone=not holds))
+        if key not in made:
+            made[key] = _called_apart(type(unit), alone=not holds)
+        yield unit, made[key]
 
 
 def _called_apart(kind: type, *, alone: bool) -> type:
