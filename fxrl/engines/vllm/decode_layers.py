@@ -1,6 +1,7 @@
 """How a decode step's layers are compiled inside vLLM, and how their FP8 products are scaled.
 
-Both are derived from classes that are handed in, so this file imports neither vLLM nor Inductor.
+Kernel and choices are derived from classes that are handed in, so this file imports neither vLLM
+nor Inductor.
 
 NOTE [Why a norm's row stays in registers]
 A decode step has few rows, each as wide as the model: a kernel that normalizes and quantizes one
@@ -8,6 +9,12 @@ waits for memory and not for bandwidth. Inductor reads a row of more than 1024 e
 every pass over it (sum of squares, largest entry, result). Up to ``LONGEST_ROW`` entries it now
 keeps them in registers: 3.2 and 3.7 us instead of 3.9 and 5.3 for the two norms of a layer of
 Qwen3-8B in FP8, 128 sequences, an H200.
+
+NOTE [Why kernels are joined untried]
+Inductor joins independent kernels (the norms of queries and keys, their rotations) into one, and
+vLLM has it time each such kernel against its parts, which costs an engine's first start 1 to 5 of
+46 s. On an H200 the trial never mattered: steps of 64, 128 and 256 sequences of Llama-3.1-8B,
+Qwen3-8B, Qwen3-1.7B and Qwen2.5-1.5B take as long without it.
 
 NOTE [Which FP8 products leave their scales to who reads them]
 vLLM's CUTLASS product multiplies with the scales of tokens and channels in its epilogue; cuBLAS,
@@ -40,6 +47,9 @@ from fxrl.engines.vllm.options import HOPPER, VllmOptions
 
 LONGEST_ROW = 16384
 """Entries that a block's registers hold."""
+
+NO_TRIALS: Mapping[str, Any] = {"benchmark_combo_kernel": False}
+"""See NOTE [Why kernels are joined untried]."""
 
 _INDUCTOR = "inductor_compile_config"
 

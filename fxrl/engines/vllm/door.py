@@ -339,7 +339,8 @@ def layers(options: VllmOptions, symbols: VllmSymbols) -> Iterator[VllmOptions]:
         # before, as a trainer's has, looks for its handler alone.
         choices = _choices_class()
         stack.enter_context(V.set_choices_handler(choices()))
-        yield decode_layers.with_inductor(options, {"inductor_choices_class": choices})
+        settings = {"inductor_choices_class": choices, **decode_layers.NO_TRIALS}
+        yield decode_layers.with_inductor(options, settings)
 
 
 @functools.cache
