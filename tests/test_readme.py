@@ -1,4 +1,5 @@
-"""README.md: generated tables up to date, commands that exist, an example that runs."""
+"""README.md and the guides in examples/: tables up to date, commands and links, an example that
+runs."""
 
 import json
 import re
@@ -12,17 +13,24 @@ from bench import readme
 from fxrl.cli import parse
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+PAGES = [README, *sorted(ROOT.glob("examples/*.md")), ROOT / "bench/RESULTS.md"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+def blocks(language: str, page: Path = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
 def commands() -> list[list[str]]:
-    lines = [line.split("#")[0] for block in blocks("sh") for line in block.splitlines()]
+    found = [block for page in PAGES for block in blocks("sh", page)]
+    lines = [line.split("#")[0] for block in found for line in block.splitlines()]
     parts = [part for line in lines for part in line.split("&&")]
     return [shlex.split(part) for part in parts if part.strip()]
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_tables_are_up_to_date(capsys):
@@ -32,7 +40,7 @@ def test_tables_are_up_to_date(capsys):
 @pytest.mark.parametrize("words", [c for c in commands() if c[0] == "fxrl"], ids=" ".join)
 def test_fxrl_commands_parse_and_their_files_exist(words):
     args = parse(words[1:])
-    if args.handler == "train":
+    if args.handler == "train" and args.config.startswith("examples/"):
         assert (ROOT / args.config).is_file()
 
 
@@ -44,15 +52,30 @@ def test_the_two_first_commands():
 
 
 def test_files_it_names_exist():
-    named = re.findall(r"`((?:fxrl|passes|tests|bench|examples|\.ci)/[\w./-]*)`", TEXT)
+    named = re.findall(
+        r"`((?:fxrl|passes|tests|bench|examples|\.ci)/[\w./-]*)`", README.read_text()
+    )
     assert len(named) > 10
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+    for path, anchor in links:
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), anchor
+
+
+def test_the_vllm_example_is_python():
+    (example,) = blocks("python", ROOT / "examples/rollouts.md")
+    compile(example, "rollouts.md", "exec")  # tests/engines/vllm/test_engine.py runs its calls
+
+
 def test_example_runs():
-    example, with_vllm = blocks("python")
-    compile(with_vllm, "README.md", "exec")  # tests/engines/vllm/test_engine.py runs its calls
+    (example,) = blocks("python")
     assert len([line for line in example.splitlines() if line.strip()]) <= 25
     scope = {}
     torch.manual_seed(0)
