@@ -3,9 +3,10 @@
 One row for each shape, mode and variant. A time is the median over rotated input sets, head
 included; ``of_floor`` is the share of it that cuBLAS needs for the products no exact head can do
 without, measured in the same run: 2NHV without gradient, 4NHV for a frozen head, 8NHV for a
-trainable one (see bench/lib/head_floor.py). ``peak_mib`` is the allocator's peak over the inputs,
-so gradients count. Errors are distances to float64. A variant that cannot run is a row with its
-error. Rows are written as they come; ``--append`` goes on with a file and measures what it lacks.
+trainable one that stores no [N, V] (see bench/lib/head_floor.py). ``peak_mib`` is the allocator's
+peak over the inputs, so gradients count. Errors are distances to float64. A variant that cannot run
+is a row with its error. Rows are written as they come; ``--append`` goes on with a file and
+measures what it lacks.
 
     fxrl bench head --shapes issue --out head.json
     fxrl bench head --shapes "16384,4096,151936" --modes frozen --variants fxrl,trl

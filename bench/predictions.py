@@ -31,7 +31,7 @@ import fxrl
 from bench.lib import common, qwen
 from bench.update_step import make_plan
 from fxrl import losses
-from fxrl.ir.plan import CutLayer
+from fxrl.ir.plan import CutHead, CutLayer
 from fxrl.models import offload_embeddings, quantize
 from fxrl.ops import host_memory
 
@@ -189,6 +189,8 @@ def _measured(
         + (f",{c.head_groups}" if c.head_groups else "")
         for c in cuts
     )
+    heads = Counter(c.kept for c in plan.choices.values() if isinstance(c, CutHead))
+    told |= Counter({f"head: {kept}": count for kept, count in heads.items()})
     wanted, predicted = plan.peak_gpu_bytes, plan.step_seconds
     return {
         "predicted_gib": common.gib(wanted),

@@ -26,6 +26,7 @@ from fxrl.passes.group_heads import GroupHeads
 from fxrl.passes.group_queries import GroupQueries
 from fxrl.passes.inline_layers import InlineLayers
 from fxrl.passes.join_products import JoinProducts
+from fxrl.passes.keep_exponentials import KeepExponentials
 from fxrl.passes.merge_adapter_products import MergeAdapterProducts
 from fxrl.passes.offload import Offload
 from fxrl.passes.open_layer_checkpoints import OpenLayerCheckpoints
@@ -75,6 +76,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
         TileTokens,
         GroupHeads,
         Offload,
+        KeepExponentials,
         # nothing is left behind
         EliminateNoops,
         DropUnusedInputs,

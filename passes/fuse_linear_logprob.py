@@ -96,7 +96,8 @@ class FuseLinearLogprob(HeadPass[LogprobSite]):
             emitter = RowEmitter(gm.graph)
             for fused in site.fused:
                 emitter.check_restorable(output.value for output in fused.program.outputs)
-            vectors = [_Emission(emitter, fused, tile_tokens).run() for fused in site.fused]
+            name = f"{site.name}.linear_logprob"
+            vectors = [_Emission(emitter, fused, tile_tokens, name).run() for fused in site.fused]
             emitter.count_rows(site.head.wide)
         stats = sorted({name for fused in site.fused for name in fused.algebra.stats})
         return f"never exist; computes {', '.join(stats)}", sum(vectors)
@@ -127,8 +128,10 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
 class _Emission:
     """Writes one fused program into the graph."""
 
-    def __init__(self, emitter: RowEmitter, fused: FusedProgram, tile_tokens: int) -> None:
-        self.emitter = emitter
+    def __init__(
+        self, emitter: RowEmitter, fused: FusedProgram, tile_tokens: int, site: str
+    ) -> None:
+        self.emitter, self.site = emitter, site
         self.call = emitter.builder.call
         self.fused = fused
         self.algebra = fused.algebra
@@ -170,6 +173,7 @@ class _Emission:
             op, weight = torch.ops.fxrl.linear_logprob.default, self._weight(head.args[-1])
         target = self._target(hidden)
         call = self.call(op, hidden, weight, target, **options)
+        call.meta["site"] = self.site
         for index, name in enumerate(OUTPUTS):
             if name in stats:
                 self.stats[name] = self.call(operator.getitem, call, index)

@@ -13,6 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -52,7 +53,7 @@ class Variant:
             return None
 
 
-def _fxrl(mode: Mode) -> Head:
+def _fxrl(mode: Mode, keep: bool = False) -> Head:
     from fxrl import kernels
     from fxrl.ops.linear_logprob import linear_logprob
 
@@ -62,7 +63,7 @@ def _fxrl(mode: Mode) -> Head:
 
     def head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         options = {"outputs": outputs, "grad_outputs": differentiated, "softcap": mode.softcap}
-        made = linear_logprob(hidden, weight, target, **options)
+        made = linear_logprob(hidden, weight, target, keep_exponentials=keep, **options)
         return made.logprob, made.entropy if mode.entropy else None
 
     return head
@@ -226,6 +227,7 @@ def _refuse(mode: Mode, what: str, *, softcap: bool = False, entropy: bool = Fal
 # unsloth_zoo last: what its import changes must not reach the others' first rows.
 VARIANTS: dict[str, Variant] = {
     "fxrl": Variant("fxrl", "fxrl", _fxrl),
+    "fxrl-kept": Variant("fxrl, exponentials kept", "fxrl", partial(_fxrl, keep=True)),
     "eager": Variant("eager", "torch", _eager),
     "compile": Variant("torch.compile", "torch", _compile),
     "trl": Variant("TRL ChunkedLogProbFunction", "trl", _trl),

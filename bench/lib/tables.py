@@ -153,7 +153,16 @@ LINES = (
         _LARGE | {"mode": ["frozen"]},
     ),
     Line(
-        "the same with gradient, trainable head",
+        "the same with gradient, trained head",
+        "head_trained_h200",
+        _HEAD_CELLS,
+        "ms",
+        _LARGE,
+        ours="fxrl, exponentials kept",
+        beside=("torch.compile", "eager"),
+    ),
+    Line(
+        "the same where memory is short",
         "head_h200",
         _HEAD_CELLS,
         "ms",

@@ -68,6 +68,7 @@ def _asked(call: fx.Node, given: Mapping[fx.Node, Any]) -> ForwardArguments:
         for name, value in bound(call).items()
     }
     outputs, grad_outputs = made.pop("outputs"), made.pop("grad_outputs")
+    del made["keep_exponentials"]  # what both ways compile is made ahead
     return asked_of_forward(LossHead(**made).on_one_device(), outputs, grad_outputs)
 
 

@@ -4,6 +4,7 @@ what a loss computes between two forwards."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -31,6 +32,7 @@ from fxrl.ir.graph import (
 from fxrl.ir.region import Region, region_at
 from fxrl.kernels.hopper import plan as head_plan
 from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, made_in_forward, parse_outputs
+from fxrl.ops.linear_logprob.kept import PICKED_BYTES, kept_itemsize
 from fxrl.ops.piecewise_head import online_bytes
 from fxrl.ops.sharded import WIDENED, Layout
 from fxrl.planner.chain import Option
@@ -61,8 +63,9 @@ class Between:
 class Outside:
     """The costs of all that is outside of the layers: weights, embeddings, last norm, head, loss.
 
-    ``runs`` are the layers' ops, ``holding`` the weights that have a gradient already, and
-    ``state_shards`` ranks share out the optimizer's states.
+    ``runs`` are the layers' ops, ``holding`` the weights that have a gradient already,
+    ``state_shards`` ranks share out the optimizer's states, and ``keeping`` are the loss heads that
+    keep their exponentials.
 
     Attributes:
         ahead, behind: the ops ahead of the first run, and behind the last.
@@ -84,6 +87,7 @@ class Outside:
         measure: Measure,
         holding: frozenset[fx.Node],
         state_shards: int,
+        keeping: frozenset[fx.Node],
     ) -> None:
         self._runs, self._profiles, self._target, self._measure = runs, profiles, target, measure
         ops = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -102,11 +106,22 @@ class Outside:
         # What only the head reads: its gradient is added at once to one that is there.
         readers = {weight: {*filter(needs_grad, weight.users)} for weight in holding}
         added = [weight for weight, ops in readers.items() if ops and ops <= {*self.behind}]
-        headed = profile(self.behind, measure, self._cost).peak_bytes
-        self.head_bytes = headed + self._bytes(added)
-        outside = [node for part in parts for node in part]
-        eager = eager_seconds(outside, measure, target)
-        self.seconds = eager + sum(map(self._seconds, outside))
+        self._added_bytes = self._bytes(added)
+        self._nodes = [node for part in parts for node in part]
+        self._eager_seconds = eager_seconds(self._nodes, measure, target)
+        self._keep(keeping)
+
+    def keeping(self, heads: frozenset[fx.Node]) -> Outside:
+        """The same where these heads keep their exponentials."""
+        other = copy(self)
+        other._keep(heads)
+        return other
+
+    def _keep(self, heads: frozenset[fx.Node]) -> None:
+        self._keeping = heads
+        headed = profile(self.behind, self._measure, self._cost).peak_bytes
+        self.head_bytes = headed + self._added_bytes
+        self.seconds = self._eager_seconds + sum(map(self._seconds, self._nodes))
 
     def _bytes(self, nodes: Iterable[fx.Node]) -> int:
         return sum(nbytes(node, self._measure) for node in nodes)
@@ -165,7 +180,8 @@ class Outside:
 
     def _head_cost(self, node: fx.Node) -> CallCost:
         """A head whose gradient is made in the forward keeps a vector of the size of the hidden
-        states for each output; another one keeps the states themselves."""
+        states for each output; another one keeps the states themselves, and its exponentials where
+        it is told to."""
         given, wanted = bound(node), _differentiated(node)
         hidden = given["hidden"]
         piece = 0 if given.get("weight_scale") is None else WIDENED
@@ -175,6 +191,11 @@ class Outside:
             scratch = _HEAD_SCRATCH + piece + sums
             return CallCost((), len(wanted) * self._bytes([hidden]), scratch, 0)
         sums = 4 * self._measure(volume(val_of(hidden)))
+        if node in self._keeping:
+            sizes = (self._measure(shape_of(given[name])[0]) for name in ("hidden", "weight"))
+            kept = prod(sizes) * kept_itemsize(val_of(hidden).dtype)
+            scratch = self._bytes([hidden]) + sums + PICKED_BYTES
+            return CallCost((hidden,), kept, _HEAD_SCRATCH, scratch)
         backward = self._gradient_scratch(node) + sums + piece
         return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
 
@@ -218,7 +239,7 @@ class Outside:
         entries = measure(given.get("vocab") or shape_of(given["weight"])[0]) * width
         products = reads = 1
         if _differentiated(node):
-            again = not _made_in_forward(node)
+            again = not (_made_in_forward(node) or node in self._keeping)
             products, reads = 2 + again + needs_grad(given["weight"]), 1 + again
         return max(2 * products * prod(rows) * entries / target.product_flops, reads * brought)
 

@@ -25,10 +25,11 @@ from fxrl.compile.outside import Between, Outside
 from fxrl.compile.region_costs import Profiles, as_chosen, away_bytes, call_cost, eager_seconds
 from fxrl.errors import PlanError
 from fxrl.ir.graph import hint, inputs_of, needs_grad, shape_of, val_of
-from fxrl.ir.plan import Choice, CutLayer, Plan
+from fxrl.ir.plan import Choice, CutHead, CutLayer, Plan
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
 from fxrl.ops.host_memory import PAGE
+from fxrl.passes.keep_exponentials import trained_heads
 from fxrl.passes.offload import own_inputs
 from fxrl.passes.recompute import OutlinedLayer, outlined_layers
 from fxrl.planner.budget import Budget
@@ -182,11 +183,24 @@ class StepChain:
                 raise PlanError(self.too_large())
             best, _ = self.smallest()
         longest = self.longest() if self.planner.with_context else None
-        return replace(self.foretold(best), max_context=longest)
+        return replace(self._with_heads(best), max_context=longest)
 
-    def foretold(self, options: Sequence[Option]) -> Plan:
-        """The plan with these options, and what is predicted of it."""
-        chain = self.chain_of(options)
+    def _with_heads(self, options: Sequence[Option]) -> Plan:
+        """The plan with these options; heads keep their exponentials where that still fits."""
+        off = {site for name, site in self.plan.switched_off if name == "keep-exponentials"}
+        free = self.heads.keys() - self.plan.choices.keys() - off
+        if free and "keep-exponentials" in self.planner.passes:
+            outside = self.outside.keeping(self.keeping | {self.heads[site] for site in free})
+            made = self.foretold(options, outside)
+            if (made.peak_gpu_bytes or 0) <= self.planner.budget.gpu_bytes:
+                heads = dict.fromkeys(sorted(free), CutHead("exponentials"))
+                return replace(made, choices={**made.choices, **heads})
+        return self.foretold(options)
+
+    def foretold(self, options: Sequence[Option], outside: Outside | None = None) -> Plan:
+        """The plan with these options, and what is predicted of it, also where the rest is
+        ``outside``."""
+        chain = self.chain_of(options, outside)
         pairs = zip(self.places, options, strict=True)
         chosen: dict[str, Choice] = {
             place.layer: option.choice
@@ -290,11 +304,15 @@ class StepChain:
         return min(symbols, key=str, default=None)
 
     # -- the chain
-    def chain(self, layers: Sequence[Sequence[Option]] | None = None) -> Chain:
+    def chain(
+        self,
+        layers: Sequence[Sequence[Option]] | None = None,
+        outside: Outside | None = None,
+    ) -> Chain:
         """The chain of all layers with these options; by default with all that are possible."""
         if layers is None:
             layers = [self._options(place) for place in self.places]
-        outside = self.outside
+        outside = outside or self.outside
         return Chain(
             tuple(map(tuple, layers)),
             self._numbers,
@@ -324,16 +342,28 @@ class StepChain:
             found.append(replace(option, choice=choice))
         return found
 
-    def chain_of(self, options: Sequence[Option]) -> Chain:
+    def chain_of(self, options: Sequence[Option], outside: Outside | None = None) -> Chain:
         """The chain in which each layer has only the one option that was chosen."""
-        return self.chain([[option] for option in options])
+        return self.chain([[option] for option in options], outside)
 
     @cached_property
     def outside(self) -> Outside:
         """What is no layer."""
         planner, shards = self.planner, self.planner.budget.state_shards
         given = planner.profiles, planner.target, self.measure, self.holding, shards
-        return Outside(self.gm, self.runs, *given)
+        return Outside(self.gm, self.runs, *given, self.keeping)
+
+    @cached_property
+    def heads(self) -> dict[str, fx.Node]:
+        """The loss heads that may keep their exponentials."""
+        return {site.name: site.anchor for site in trained_heads(self.gm)}
+
+    @property
+    def keeping(self) -> frozenset[fx.Node]:
+        """Those that do by the plan."""
+        kept = CutHead("exponentials")
+        found = self.heads.items()
+        return frozenset(head for site, head in found if self.plan.choices.get(site) == kept)
 
     @cached_property
     def _known(self) -> dict[Any, list[Option]]:

@@ -74,8 +74,22 @@ class CutLayer:
     fetching: int | None = field(default=None, compare=False)
 
 
-Choice = Keep | Rewrite | TileHead | CutLayer
-_KINDS: dict[str, Any] = {"keep": Keep, "rewrite": Rewrite, "head": TileHead, "layer": CutLayer}
+@dataclass(frozen=True, slots=True)
+class CutHead:
+    """What the backward of a trained loss head gets: its ``rows``, of which it makes the logits
+    again, or their ``exponentials`` too, which spares that."""
+
+    kept: Literal["rows", "exponentials"] = "rows"
+
+
+Choice = Keep | Rewrite | TileHead | CutLayer | CutHead
+_KINDS: dict[str, Any] = {
+    "keep": Keep,
+    "rewrite": Rewrite,
+    "head": TileHead,
+    "layer": CutLayer,
+    "trained head": CutHead,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +280,8 @@ def describe(choice: Choice) -> str:
         said += [f"MLP in tiles of {choice.tile_tokens} rows"] if choice.tile_tokens else []
         said += [f"attention in {choice.head_groups} groups of heads"] if choice.head_groups else []
         return "; ".join(filter(None, said))
+    if isinstance(choice, CutHead):
+        return f"trained head: {choice.kept} are kept for the backward"
     if isinstance(choice, TileHead):
         size = f"{choice.tile_tokens} rows" if choice.tile_tokens else "the default size"
         return f"{choice.by}, in tiles of {size}"

@@ -186,7 +186,24 @@ def scaled_vectors(device):
             close(made, truth, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
 
 
+def exponentials_kept(device):
+    """Values are those of scoring, bit for bit, and gradients those of what is made again."""
+    for rows, vocab, width in ((0, 3, 2), (1, 1, 1), (9, 70, 5)):
+        hidden, weight, target = random_head(rows, vocab, width, device=device, seed=vocab)
+        upstream = torch.arange(rows, device=device, dtype=torch.float64) % 3  # some rows are 0
+        made = {}
+        for keep in (True, False):
+            leaves = leaves_of(hidden, weight, train_head=True)
+            options = {"softcap": 4.0, "keep_exponentials": keep, "chunk_tokens": 4}
+            logprob = linear_logprob(*leaves, target, **options).logprob
+            made[keep] = logprob, *torch.autograd.grad(logprob, leaves, upstream)
+        assert torch.equal(made[True][0], made[False][0])
+        for ours, theirs in zip(made[True], made[False], strict=True):
+            close(ours, theirs)
+
+
 CHECKS = (
+    exponentials_kept,
     scaled_vectors,
     no_rows,
     odd_sizes,
@@ -210,11 +227,13 @@ def main():
     def counted(run):
         return lambda *arguments: calls.append(run.__name__) or run(*arguments)
 
-    attach("cpu", *map(counted, (kernels.forward, kernels.backward, kernels.scale)))
+    names = "forward", "backward", "scale", "keeping", "pick"
+    attach("cpu", *(counted(getattr(kernels, name)) for name in names))
+    beside = {scaled_vectors: {"scale"}, exponentials_kept: {"keeping", "pick"}}
     for check in CHECKS:
         calls.clear()
         check("cpu")
-        expected = {"scale"} if check is scaled_vectors else {"forward", "backward"}
+        expected = beside.get(check, {"forward", "backward"})
         assert expected <= {*calls}, check.__name__
     print("all agree")
 

@@ -24,7 +24,7 @@ from fxrl.ops.linear_logprob.reference import reference_backward, reference_forw
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import mend_interpreter
-from kernel_cases import check_close, make_case, to_truth
+from kernel_cases import check_close, check_kept, make_case, to_truth
 
 EXCLUDED = -1e30
 VALUES, GRADIENTS = (1e-5, 2e-5), (2**-8, 2**-8)
@@ -123,6 +123,7 @@ def check_head(seed, draw):
         check_close("d_temperature", ours.temperature, theirs.temperature, 1e-4, 1e-4 * rows)
         if want_weight:
             check_close("d_weight", ours.weight, theirs.weight, *GRADIENTS)
+    check_kept(head.keeping, case, VALUES, GRADIENTS)
 
 
 def check_banned_target():
@@ -182,6 +183,7 @@ def check_misfits():
         )
         assert 0 < (gap.abs() > 90).sum() < 6
         check_close("vectors", made.vectors, right.vectors, *GRADIENTS)
+        check_kept(head.keeping, (narrow, None, torch.randn(1, 6)), VALUES, GRADIENTS)
 
 
 def main():

@@ -6,6 +6,7 @@
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,6 +18,11 @@ from fxrl.ops.linear_logprob.arguments import (
     ForwardArguments,
     LossHead,
     RowValues,
+)
+from fxrl.ops.linear_logprob.kept import (
+    kept_backward,
+    linear_logprob_kept_backward,
+    reference_keeping,
 )
 from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
 
@@ -106,6 +112,27 @@ def check_case(forward, backward, case, tolerance, grad_tolerance):
     check_close("d_temperature", made[3], truth[3], rtol, atol * max(1, grads.shape[1]))
 
 
+def check_kept(keeping, case, tolerance, grad_tolerance, backward=linear_logprob_kept_backward):
+    """The forward that keeps exponentials, all of whose rows count, and the gradients of these."""
+    head, _, grads = case
+    head = head._replace(row_mask=None, target=head.target.clamp(min=0))
+    wide = LossHead(*map(to_truth, head))
+    asked = ForwardArguments(head, ("logprob", "entropy"), ("logprob",), False)
+    values, *kept = keeping(asked)
+    truth, *exact = reference_keeping(replace(asked, head=wide))
+    for name in asked.outputs:
+        check_close(name, values[name], truth[name], *tolerance)
+    for incoming in (grads[0], torch.ones_like(grads[0])):  # rows picked out, and all of them
+        incoming = incoming.to(head.dtype)
+        made = backward(incoming, head.hidden, head.weight, *kept, True)
+        right = linear_logprob_kept_backward(
+            to_truth(incoming), wide.hidden, wide.weight, *exact, True
+        )
+        rtol, atol = grad_tolerance  # both factors of dW are rounded
+        for name, ours, theirs in zip(("d_hidden", "d_weight"), made, right, strict=True):
+            check_close(name, ours, theirs, rtol, 2 * atol)
+
+
 def check_ahead(kernels, case):
     """A call ahead launches what the step's own does, but for gradients of weights."""
     head, names, grads = case
@@ -177,6 +204,7 @@ def main():
         tolerance = (1e-9, 1e-10) if exact else (1e-5, 1e-5)
         try:
             check_case(cuda.forward, cuda.backward, case, tolerance, tolerance)
+            check_kept(cuda.keeping, case, tolerance, tolerance, partial(kept_backward, cuda.pick))
             if seed % 4 == 0:
                 check_ahead(cuda, case)
         except Exception as error:

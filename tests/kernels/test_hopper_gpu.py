@@ -19,7 +19,7 @@ from fxrl.ops.linear_logprob import linear_logprob
 
 sys.path.insert(0, str(Path(__file__).parent))
 from head_checks import check_same_bits
-from kernel_cases import check_case, make_case
+from kernel_cases import check_case, check_kept, make_case
 
 on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs an sm_90 GPU")]
@@ -39,7 +39,7 @@ def served(monkeypatch):
     """Attached, with a record of which calls took this route."""
     assert fxrl.kernels.register()
     calls = []
-    for name in ("forward", "backward"):
+    for name in ("forward", "backward", "keeping"):
         run = getattr(hopper, name)
 
         def recorded(*args, run=run, name=name, **options):
@@ -73,7 +73,8 @@ def test_values_and_gradients_equal_the_float64_reference(sizes, served):
     cases = [make_case(seed, *sizes, torch.bfloat16, "cuda") for seed in range(6)]
     for case in cases:
         check_case(kernels.forward, kernels.backward, case, VALUES, GRADIENTS)
-    assert served.count("forward") == 6
+        check_kept(kernels.keeping, case, VALUES, GRADIENTS)
+    assert served.count("forward") == served.count("keeping") == 6
     # A bias's gradient goes the general way.
     assert served.count("backward") == sum(head.bias is None for head, *_ in cases)
 

@@ -16,13 +16,13 @@ pytest.importorskip("triton")
 import fxrl.kernels
 from fxrl.kernels.hopper import module, rows
 from fxrl.kernels.linear_logprob import tile
-from fxrl.kernels.linear_logprob.cuda import backward, forward, run_both
+from fxrl.kernels.linear_logprob.cuda import backward, forward, keeping, run_both
 from fxrl.ops.linear_logprob import LossHead, linear_logprob
 from fxrl.ops.linear_logprob.op import asked_of_forward
 
 sys.path.insert(0, str(Path(__file__).parent))
 from head_checks import CHECKS, check_same_bits
-from kernel_cases import check_case, make_case
+from kernel_cases import check_case, check_kept, make_case
 
 pytestmark = pytest.mark.gpu
 TOLERANCES = {
@@ -46,6 +46,7 @@ def test_values_and_gradients_equal_the_float64_reference(sizes, dtype):
     for seed in range(3):
         case = make_case(seed, *sizes, dtype, "cuda")
         check_case(forward, backward, case, *TOLERANCES[dtype])
+        check_kept(keeping, case, *TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -5,6 +5,8 @@ forward with vectors     the same GEMM leaves 2^(t - shift) in bf16, cuBLAS adds
                          their product with the weight to float32 sums              4NHV
 backward                 the GEMM again, its epilogue writes the logits' gradient
                          from the rows' log-sum-exp; cuBLAS makes dH and dW of it   4NHV, 6NHV
+forward that keeps       as with vectors, without the product: all exponentials
+                         [N, V] stay for dH and dW                                  2NHV, then 4NHV
 
 NOTE [Why exponentials may be stored before the row's sum is known]
 u = (1 - p_y) (W_y - sum_{v != y} (e_v / S) W_v) needs e_v only up to one factor per row, which is
@@ -45,6 +47,7 @@ from fxrl.kernels.hopper.rows import (
     COMBINED,
     combine_blocks,
     finish_vectors,
+    mend_exponentials,
     mend_product,
     target_logits,
 )
@@ -57,7 +60,8 @@ from fxrl.ops.linear_logprob.arguments import (
     LossHead,
     Rows,
 )
-from fxrl.ops.linear_logprob.matmul import slices
+from fxrl.ops.linear_logprob.kept import Kept, new_kept
+from fxrl.ops.linear_logprob.matmul import add_product, slices
 
 _LOG2E = 1 / math.log(2)
 _PAD = 8  # bf16 numbers in the 16 bytes that TMA wants a row to be a multiple of
@@ -137,6 +141,16 @@ class Call:
         """``[2, rows]``, undefined."""
         return self._target_info[: 2 * rows].view(2, rows)
 
+    def at_target(self) -> tuple[Tensor, Tensor]:
+        """``[n, 1]``: what stands for the target among the row's exponentials where its log-prob is
+        differentiated; and ``[n]``: p_v over the exponential of any other."""
+        mass, p_others = (self.combined[COMBINED.index(name)] for name in ("mass", "p_others"))
+        entry = torch.where(mass > 0, -p_others / mass, 0.0)
+        if self.cap:
+            bent = self.target_t / self.row_scale  # the tanh at the target
+            entry = entry * (1 - bent.square().clamp(max=1))
+        return entry.unsqueeze(1), mass
+
     def put(self, combined: str, out: Tensor) -> None:
         """Writes the rows' value of that name to their places in ``out [N]``."""
         value = self.combined[COMBINED.index(combined)]
@@ -208,6 +222,19 @@ class RowTile:
             self.hidden.stride(0), weight.stride(0), cap=call.cap, has_bias=call.bias is not None,
             block_rows=block_rows, block_vocab=64, block_depth=64, block=block, num_warps=4,
             num_stages=2,
+        )  # fmt: skip
+
+    def mend_exponentials(self, out: Tensor) -> None:
+        """``out [R, V]``: its rows that did not fit, made again."""
+        call, weight = self.call, self.call.head.weight
+        vocab, width = weight.shape
+        block_rows, parts = 16, 64
+        mend_exponentials[(triton.cdiv(self.count, block_rows), parts)](
+            out, self.hidden, weight, call.bias, self.target, self.row_scale,
+            call.combined[:, self.rows], self.count, call.combined.stride(0), width, vocab,
+            triton.cdiv(vocab, parts), out.stride(0), self.hidden.stride(0), weight.stride(0),
+            cap=call.cap, has_bias=call.bias is not None, block_rows=block_rows, block_vocab=64,
+            block_depth=64, num_warps=4, num_stages=2,
         )  # fmt: skip
 
     def weighted(self, vocab: slice) -> Tensor:
@@ -330,6 +357,27 @@ def _score_with_vectors(
     return call
 
 
+def keeping(arguments: ForwardArguments) -> Kept:
+    """``linear_logprob_keeping`` of a head that this route ``serves``."""
+    head, (values, exponentials, masses) = arguments.head, new_kept(arguments)
+    num_rows, vocab = exponentials.shape
+    steps = _planned(plan.for_scoring, head, num_rows)
+    call = Call(head, None, steps.rows, _statistics(arguments))
+    call.check_targets()
+    for rows in slices(num_rows, steps.rows):
+        tile = RowTile(call, rows)
+        tile.find_target()
+        tile.exponentials(slice(0, vocab), exponentials[rows])
+        tile.combine()
+        tile.mend_exponentials(exponentials[rows])
+    for name in arguments.outputs:
+        call.put(name, values[name])
+    at_target, mass = call.at_target()
+    exponentials.scatter_(1, call.target.unsqueeze(1), at_target.to(exponentials.dtype))
+    torch.mul(mass, -call.slope, out=masses)
+    return values, exponentials, masses
+
+
 def backward(arguments: BackwardArguments) -> Gradients:
     """``linear_logprob_backward``, but for a bias's gradient, of a head that this route serves."""
     head, live = arguments.head, arguments.live_rows().nonzero().squeeze(1)
@@ -384,14 +432,6 @@ def _planned(make: Callable[..., plan.TilePlan], head: LossHead, num_rows: int) 
 
 
 # -- the products over the vocabulary
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, begin: bool) -> None:
-    """``total`` (+)= ``a @ b``, of bf16 factors in float32; ``begin``: what it held is dropped."""
-    if begin:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 class ChunkedProduct:

@@ -210,39 +210,112 @@ def mend_product(
     base = tl.load(combined + 9 * pitch + row, mask=live, other=float("inf"))
     wrong = base != float("inf")  # true of a NaN
     if tl.max(wrong.to(tl.int32), 0) > 0:
-        y = tl.load(target + row, mask=live, other=0)
-        scale = tl.load(row_scale + row, mask=live, other=0.0)
         at = tl.program_id(1) * block + tl.arange(0, block)
         total = tl.zeros([block_rows, block], tl.float32)
         for start in range(0, vocab, block_vocab):
             v = start + tl.arange(0, block_vocab)
             inside = v < vocab
+            stored = _exponentials_of(
+                hidden, weight, bias, target, row_scale, row, wrong, base, v, inside, width,
+                hidden_stride, weight_stride, cap, has_bias, block_rows, block_vocab, block_depth,
+            )  # fmt: skip
+            stored = tl.where(wrong[:, None], stored, 0.0).to(weight.dtype.element_ty)
             entry = weight + v.to(tl.int64) * weight_stride
-            x = tl.zeros([block_rows, block_vocab], tl.float32)
-            for first in range(0, width, block_depth):
-                k = first + tl.arange(0, block_depth)
-                known = (k < width)[None, :]
-                h = tl.load(
-                    hidden + row[:, None] * hidden_stride + k[None, :],
-                    mask=live[:, None] & known,
-                    other=0.0,
-                )
-                w = tl.load(entry[:, None] + k[None, :], mask=inside[:, None] & known, other=0.0)
-                x = tl.dot(h, tl.trans(w), x)
-            if has_bias:
-                x += tl.load(bias + v, mask=inside, other=0.0)[None, :]
-            slope = 1.0
-            if cap != 0.0:
-                x = tanh(x * cap)
-                slope = 1.0 - x * x
-            stored = tl.exp2(x * scale[:, None] - base[:, None]) * slope
-            others = inside[None, :] & (v[None, :] != y[:, None]) & wrong[:, None]
-            stored = tl.where(others, stored, 0.0).to(weight.dtype.element_ty)
             mask = inside[:, None] & (at < width)[None, :]
             w = tl.load(entry[:, None] + at[None, :], mask=mask, other=0.0)
             total = tl.dot(stored, w, total)
         out = product + row[:, None] * width + at[None, :]
         tl.store(out, total, mask=wrong[:, None] & (at < width)[None, :])
+
+
+@jit_unspecialized("rows", "pitch", "vocab", "share")
+def mend_exponentials(
+    exponentials: tl.tensor,
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    target: tl.tensor,
+    row_scale: tl.tensor,
+    combined: tl.tensor,
+    rows: tl.tensor,
+    pitch: tl.tensor,
+    width: tl.tensor,
+    vocab: tl.tensor,
+    share: tl.tensor,
+    out_stride: tl.tensor,
+    hidden_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    cap: tl.constexpr,
+    has_bias: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_vocab: tl.constexpr,
+    block_depth: tl.constexpr,
+) -> None:
+    """``exponentials[row]`` of misfits, made again: 2^(t_v - M) f'(x_v), 0 at the target; a program
+    makes ``share`` entries of each of its rows. See ``mend_product``."""
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    live = row < rows
+    base = tl.load(combined + 9 * pitch + row, mask=live, other=float("inf"))
+    wrong = base != float("inf")  # true of a NaN
+    if tl.max(wrong.to(tl.int32), 0) > 0:
+        begin = tl.program_id(1) * share
+        end = tl.minimum(begin + share, vocab)
+        for start in range(begin, end, block_vocab):
+            v = start + tl.arange(0, block_vocab)
+            stored = _exponentials_of(
+                hidden, weight, bias, target, row_scale, row, wrong, base, v, v < end, width,
+                hidden_stride, weight_stride, cap, has_bias, block_rows, block_vocab, block_depth,
+            )  # fmt: skip
+            out = exponentials + row[:, None] * out_stride + v[None, :]
+            mask = wrong[:, None] & (v < end)[None, :]
+            tl.store(out, stored.to(exponentials.dtype.element_ty), mask=mask)
+
+
+@jit
+def _exponentials_of(
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    target: tl.tensor,
+    row_scale: tl.tensor,
+    row: tl.tensor,
+    wanted: tl.tensor,
+    base: tl.tensor,
+    v: tl.tensor,
+    inside: tl.tensor,
+    width: tl.tensor,
+    hidden_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    cap: tl.constexpr,
+    has_bias: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_vocab: tl.constexpr,
+    block_depth: tl.constexpr,
+) -> tl.tensor:
+    """2^(t_v - ``base``) f'(x_v) of the ``wanted`` of some rows, 0 at the target and where no
+    entry ``v`` is ``inside``."""
+    entry = weight + v.to(tl.int64) * weight_stride
+    x = tl.zeros([block_rows, block_vocab], tl.float32)
+    for first in range(0, width, block_depth):
+        k = first + tl.arange(0, block_depth)
+        known = (k < width)[None, :]
+        h = tl.load(
+            hidden + row[:, None] * hidden_stride + k[None, :],
+            mask=wanted[:, None] & known,
+            other=0.0,
+        )
+        w = tl.load(entry[:, None] + k[None, :], mask=inside[:, None] & known, other=0.0)
+        x = tl.dot(h, tl.trans(w), x)
+    if has_bias:
+        x += tl.load(bias + v, mask=inside, other=0.0)[None, :]
+    slope = 1.0
+    if cap != 0.0:
+        x = tanh(x * cap)
+        slope = 1.0 - x * x
+    scale = tl.load(row_scale + row, mask=wanted, other=0.0)
+    y = tl.load(target + row, mask=wanted, other=0)
+    stored = tl.exp2(x * scale[:, None] - base[:, None]) * slope
+    return tl.where(inside[None, :] & (v[None, :] != y[:, None]), stored, 0.0)
 
 
 @jit_unspecialized("pitch", "all_rows")

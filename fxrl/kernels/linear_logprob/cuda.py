@@ -25,6 +25,7 @@ from fxrl.kernels.linear_logprob.tile import (
     combine_statistics,
     gradient,
     partial_statistics,
+    picked_rows,
     probabilities,
     scaled_sum,
 )
@@ -39,7 +40,8 @@ from fxrl.ops.linear_logprob.arguments import (
     Rows,
     RowValues,
 )
-from fxrl.ops.linear_logprob.matmul import backproject, product_dtype, project
+from fxrl.ops.linear_logprob.kept import Kept, may_keep, new_kept
+from fxrl.ops.linear_logprob.matmul import backproject, product_dtype, project, slices
 from fxrl.ops.linear_logprob.op import attach
 from fxrl.ops.linear_logprob.reference import backward_tiles, forward_tiles
 
@@ -53,7 +55,7 @@ _LOGITS_PER_WARP = 512  # 16 a thread: four loads of 16 bytes in flight, and no 
 
 def register() -> None:
     """Attach the kernels to their ops for CUDA tensors."""
-    attach("cuda", forward, backward, scale)
+    attach("cuda", forward, backward, scale, keeping, pick)
 
 
 def forward(arguments: ForwardArguments) -> ForwardResult:
@@ -62,6 +64,14 @@ def forward(arguments: ForwardArguments) -> ForwardResult:
         if hopper.serves(arguments.head):
             return hopper.forward(arguments)
         return general_forward(arguments)
+
+
+def keeping(arguments: ForwardArguments) -> Kept:
+    """See ``fxrl.ops.linear_logprob.kept.reference_keeping``."""
+    with on_device(arguments.head.hidden):
+        if hopper.serves(arguments.head):
+            return hopper.keeping(arguments)
+        return general_keeping(arguments)
 
 
 def backward(arguments: BackwardArguments) -> Gradients:
@@ -87,6 +97,8 @@ def run_both(asked: ForwardArguments) -> None:
             given = grads, head, RowValues._make(made), asked.grad_outputs
             by_temperature = head.temperature is not None and head.temperature.requires_grad
             backward(BackwardArguments(*given, True, False, False, by_temperature))
+        if may_keep(head, {*asked.grad_outputs}):
+            keeping(asked)
 
 
 def scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,6 +116,18 @@ def scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def pick(matrix: Tensor, rows: Tensor) -> Tensor:
+    """``matrix[rows]``, of a part of wider rows, as fast as memory goes."""
+    width = matrix.shape[1]
+    out = matrix.new_empty(rows.shape[0], width)
+    block = _block(width)
+    with on_device(matrix):
+        picked_rows[(rows.shape[0], triton.cdiv(width, block))](
+            matrix, rows, out, width, matrix.stride(0), block=block, num_warps=_num_warps(block)
+        )
+    return out
+
+
 def general_forward(arguments: ForwardArguments) -> ForwardResult:
     """``forward`` for every dtype, size and GPU."""
     weight, save = arguments.head.weight, arguments.save_vectors
@@ -117,6 +141,26 @@ def general_forward(arguments: ForwardArguments) -> ForwardResult:
         return values, backproject(passes.probabilities(rows, logits, values["lse"]), weight)
 
     return forward_tiles(arguments, run)
+
+
+def general_keeping(arguments: ForwardArguments) -> Kept:
+    """``keeping`` for every dtype, size and GPU."""
+    head, kept = arguments.head, new_kept(arguments)
+    values, exponentials, masses = kept
+    passes = _TilePasses(head, exponentials.dtype)
+    for rows in slices(head.hidden.shape[0], head.tile_rows()):
+        logits = passes.project(rows)
+        made = dict(zip(OUTPUTS, passes.row_statistics(rows, logits).unbind(1), strict=True))
+        for name in arguments.outputs:
+            values[name][rows] = made[name].to(values[name].dtype)
+        target, logprob = head.target[rows].unsqueeze(1), made["logprob"].unsqueeze(1)
+        at_target = torch.expm1(logprob)
+        if head.softcap:
+            at_target *= head.cap_slope(rows, logprob + made["lse"].unsqueeze(1))
+        entries = passes.probabilities(rows, logits, made["lse"])
+        exponentials[rows] = entries.scatter_(1, target, at_target.to(entries.dtype))
+        masses[rows] = -head.row_slope(rows).squeeze(1)
+    return kept
 
 
 def general_backward(arguments: BackwardArguments) -> Gradients:

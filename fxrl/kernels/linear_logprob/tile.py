@@ -347,3 +347,20 @@ def scaled_sum(
         vector = tl.load(vectors + at, mask=inside, other=0.0)
         total += grad * vector.to(grads.dtype.element_ty)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit_unspecialized("width")
+def picked_rows(
+    matrix: tl.tensor,
+    rows: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """``out[n] = matrix[rows[n]]``, of ``width`` entries."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    value = tl.load(matrix + tl.load(rows + row) * stride + at, mask=inside)
+    tl.store(out + row * width + at, value, mask=inside)

@@ -1,6 +1,7 @@
 """The fused loss head: log-probabilities of tokens, and their gradients, without logits.
 
 ``op``         what users and passes call, the opaque ops under it, autograd
+``kept``       the forward of a trained head that keeps what spares a product in the backward
 ``arguments``  what the ops take and give           ``checks``  what they refuse
 ``reference``  the mathematics, in PyTorch          ``matmul``  the products, and how they round
 """

@@ -138,6 +138,18 @@ def backproject(grad: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, begin: bool) -> None:
+    """``total`` (+)= ``a @ b`` in ``total``'s (accumulation) dtype; ``a`` has that, or
+    ``product_dtype(b)``. ``begin``: what ``total`` held is dropped."""
+    if a.dtype == total.dtype:
+        b = b.to(total.dtype)
+        torch.mm(a, b, out=total) if begin else total.addmm_(a, b)
+    elif begin:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
 def accumulate_weight_grad(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     """``total[V, H] += grad[R, V]^T @ hidden[R, H]``; ``total`` is wide, ``grad`` as above."""
     if product_dtype(hidden) == hidden.dtype != total.dtype:

@@ -8,6 +8,7 @@ with ``z = softcap * tanh(scale * (hidden weight^T + bias) / softcap) / temperat
 
     outputs,       str = "logprob": comma-separated names, of ``OUTPUTS``
     grad_outputs,  str? = None: those of them that are differentiated (None: all that can be)
+    keep_exponentials, bool = False: memory for time, where the head is trained (``kept``)
 
 Always seven tensors: ``[N]`` for a name in ``outputs``, else ``[0]``; float32 (float64 for float64
 inputs), ``argmax_hit`` bool. ``logprob = z_y - lse``; ``argmax_hit``: the target is the first
@@ -20,6 +21,7 @@ device's own kernels are given to ``attach``.
     linear_logprob_forward   values, and the gradient vectors that the backward will only scale
     linear_logprob_scale     the backward of a frozen head: incoming scalars times saved vectors
     linear_logprob_backward  the backward that recomputes each tile: hidden, head, temperature
+    linear_logprob_keeping   the forward of a trained head that keeps its exponentials, see ``kept``
 
 NOTE [Why the forward makes the gradient]
 Each differentiable output depends on hidden row i alone, so its gradient is one vector u_i times
@@ -78,6 +80,7 @@ from fxrl.ops.linear_logprob.checks import (
     check_sizes,
     check_target,
 )
+from fxrl.ops.linear_logprob.kept import Keeping, Pick, attach_keeping, keeping, may_keep
 from fxrl.ops.linear_logprob.matmul import full_precision, slices
 from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
 from fxrl.ops.out_of_memory import join, with_room
@@ -126,8 +129,8 @@ def linear_logprob(
 
 torch.library.define(
     "fxrl::linear_logprob",
-    f"({schema_of(LossHead, with_defaults=True)}, str outputs='logprob', str? grad_outputs=None)"
-    f" -> {tensors(len(OUTPUTS))}",
+    f"({schema_of(LossHead, with_defaults=True)}, str outputs='logprob', str? grad_outputs=None, "
+    f"bool keep_exponentials=False) -> {tensors(len(OUTPUTS))}",
 )
 
 
@@ -139,18 +142,22 @@ def _linear_logprob(
     *,
     outputs: str = "logprob",
     grad_outputs: str | None = None,
+    keep_exponentials: bool = False,
     **options: Any,
 ) -> tuple[Tensor, ...]:
     head = LossHead(hidden, weight, target, **options).on_one_device()
     check_arguments(head)
-    asked = asked_of_forward(head, outputs, grad_outputs)
-    *values, _ = torch.ops.fxrl.linear_logprob_forward.default(
-        *head,
-        joined_outputs(asked.outputs),
-        joined_outputs(asked.grad_outputs),
-        asked.save_vectors,
-    )
-    wanted, _ = asked_outputs(outputs, grad_outputs)
+    wanted, differentiated = asked_outputs(outputs, grad_outputs)
+    if keep_exponentials and torch.is_grad_enabled() and may_keep(head, differentiated):
+        values = keeping(head, wanted)
+    else:
+        asked = asked_of_forward(head, outputs, grad_outputs)
+        *values, _ = torch.ops.fxrl.linear_logprob_forward.default(
+            *head,
+            joined_outputs(asked.outputs),
+            joined_outputs(asked.grad_outputs),
+            asked.save_vectors,
+        )
     pairs = zip(OUTPUTS, values, strict=True)
     return tuple(v if name in wanted else v.new_empty(0) for name, v in pairs)
 
@@ -239,11 +246,19 @@ def linear_logprob_scale(grads: Tensor, vectors: Tensor, dtype: torch.dtype) -> 
     return out
 
 
-def attach(device_type: str, forward: Forward, backward: Backward, scale: Scale) -> None:
+def attach(
+    device_type: str,
+    forward: Forward,
+    backward: Backward,
+    scale: Scale,
+    keeping: Keeping,
+    pick: Pick,
+) -> None:
     """Run these instead of the reference for tensors of a device.
 
-    The first two find sizes checked, autocast off and products in full precision.
+    All but ``scale`` and ``pick`` find sizes checked, autocast off and products in full precision.
     """
+    attach_keeping(device_type, keeping, pick)
     linear_logprob_forward.register_kernel(device_type, _forward_op(forward))
     linear_logprob_backward.register_kernel(device_type, _backward_op(backward))
     linear_logprob_scale.register_kernel(device_type, scale)

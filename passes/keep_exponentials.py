@@ -1,0 +1,70 @@
+"""Let a trained loss head keep its exponentials, where the plan has room for them.
+
+    fxrl.linear_logprob(%hidden, %weight, ...)                           the backward makes the
+                                                                         logits again: 6NHV FLOPs
+    fxrl.linear_logprob(%hidden, %weight, ..., keep_exponentials=True)   it makes none: 4NHV
+
+NOTE [Why only what the plan leaves over]: with ``[N, V]`` numbers kept a product of 2NHV FLOPs is
+spared, so a byte spares as much time as one of a layer's products of the same width does, which the
+planner weighs. It decides about the head when it has decided about all layers: what is left is
+free. Without a plan nobody knows what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxrl.ir.graph import bound, hint, needs_grad, shape_of
+from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, Stage
+from fxrl.ir.plan import Choice, CutHead
+from fxrl.ir.remark import Refusal
+
+
+@dataclass(frozen=True)
+class KeepExponentials(Pass[Site]):
+    """Tells each trained head what its backward finds."""
+
+    name: ClassVar[str] = "keep-exponentials"
+    stage: ClassVar[Stage] = Stage.ACT
+    requires: ClassVar[tuple[str, ...]] = ("fuse-linear-logprob",)
+    doc: ClassVar[PassDoc] = PassDoc(
+        "a fused loss head that is trained, whose log-probs alone are differentiated, where the "
+        "plan has room",
+        "the backward's matmul for the logits",
+        "`[N, V]` exponentials from the head's forward to its backward",
+        "nothing",
+    )
+
+    def match(self, gm: fx.GraphModule) -> Iterator[Site]:
+        return trained_heads(gm)
+
+    def decide(self, site: Site) -> Choice:
+        return CutHead()
+
+    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied | None:
+        if not isinstance(choice, CutHead):
+            raise Refusal(f"the plan's choice for a loss head is {choice}, which is for another")
+        if choice.kept == "rows":
+            return None
+        call = site.anchor
+        call.update_kwarg("keep_exponentials", True)
+        given = bound(call)
+        rows, entries = (hint(shape_of(given[name])[0]) for name in ("hidden", "weight"))
+        return Applied(f"keep: exponentials [{rows} x {entries}]; the backward makes no logits")
+
+
+def trained_heads(gm: fx.GraphModule) -> Iterator[Site]:
+    """The heads that may keep their exponentials (``ops.linear_logprob.kept``)."""
+    op = torch.ops.fxrl.linear_logprob.default
+    for call in gm.graph.find_nodes(op="call_function", target=op):
+        given = bound(call)
+        others = needs_grad(given["bias"]) or needs_grad(given["temperature"])
+        names = given["outputs"] if given["grad_outputs"] is None else given["grad_outputs"]
+        alone = names == "logprob" and given["row_mask"] is None
+        if alone and needs_grad(given["weight"]) and not others:
+            yield Site(call, 0)
