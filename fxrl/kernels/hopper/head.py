@@ -325,7 +325,13 @@ def forward(arguments: ForwardArguments) -> ForwardResult:
     return result
 
 
-def _score(arguments: ForwardArguments, selected: Tensor | None, num_rows: int) -> Call:
+def _score(
+    arguments: ForwardArguments,
+    selected: Tensor | None,
+    num_rows: int,
+    exponentials: Tensor | None = None,
+) -> Call:
+    """Fills ``exponentials [num_rows, V]``, if any, too."""
     head = arguments.head
     steps = _planned(plan.for_scoring, head, num_rows)
     call = Call(head, selected, steps.rows, _statistics(arguments))
@@ -333,8 +339,13 @@ def _score(arguments: ForwardArguments, selected: Tensor | None, num_rows: int) 
     for rows in slices(num_rows, steps.rows):
         tile = RowTile(call, rows)
         tile.find_target()
-        tile.statistics()
-        tile.combine()
+        if exponentials is None:
+            tile.statistics()
+            tile.combine()
+        else:
+            tile.exponentials(slice(0, head.weight.shape[0]), exponentials[rows])
+            tile.combine()
+            tile.mend_exponentials(exponentials[rows])
     return call
 
 
@@ -360,16 +371,7 @@ def _score_with_vectors(
 def keeping(arguments: ForwardArguments) -> Kept:
     """``linear_logprob_keeping`` of a head that this route ``serves``."""
     head, (values, exponentials, masses) = arguments.head, new_kept(arguments)
-    num_rows, vocab = exponentials.shape
-    steps = _planned(plan.for_scoring, head, num_rows)
-    call = Call(head, None, steps.rows, _statistics(arguments))
-    call.check_targets()
-    for rows in slices(num_rows, steps.rows):
-        tile = RowTile(call, rows)
-        tile.find_target()
-        tile.exponentials(slice(0, vocab), exponentials[rows])
-        tile.combine()
-        tile.mend_exponentials(exponentials[rows])
+    call = _score(arguments, None, head.hidden.shape[0], exponentials)
     for name in arguments.outputs:
         call.put(name, values[name])
     at_target, mass = call.at_target()
