@@ -3,7 +3,7 @@ what a loss computes between two forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -39,7 +39,7 @@ from fxrl.planner.chain import Option
 from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost, profile
 from fxrl.planner.memory_profile import nbytes
-from fxrl.planner.schedule import Measure, shared_weight, volume
+from fxrl.planner.schedule import Measure, SharedWeight, shared_weight, volume
 from fxrl.planner.target import Target
 
 _ADAM_STATES = 2
@@ -128,9 +128,7 @@ class Outside:
 
     def _buffers(self, ops: Iterable[fx.Node]) -> int:
         """Two of the largest piece of the weights that ranks have parts of (``ops.sharded``)."""
-        bodies = {region.forward for op in ops if (region := region_at(op)) is not None}
-        inside = (node for body in bodies for node in body.graph.nodes)
-        read = [found for node in (*ops, *inside) if (found := shared_weight(node)) is not None]
+        read = {found for op in ops for found in _shared_weights(op)}
         pieces = [
             Layout(one.rows, one.dtype, one.format).piece_bytes(one.row_bytes(self._measure))
             for one in read
@@ -252,6 +250,17 @@ def _around(ops: Sequence[fx.Node], runs: Sequence[Stretch]) -> list[Sequence[fx
     ends = [0, *(place[run.nodes[-1]] + 1 for run in runs)]
     begins = [*(place[run.nodes[0]] for run in runs), len(ops)]
     return [ops[end:begin] for end, begin in zip(ends, begins, strict=True)]
+
+
+def _shared_weights(op: fx.Node) -> Iterator[SharedWeight]:
+    """Those that an op reads, or the body of a region's call, whose inputs may have no sizes."""
+    region, given = region_at(op), {}
+    if region is not None:
+        inputs: Any = op.args[0]
+        given = dict(zip(inputs_of(region.forward.graph), inputs, strict=True))
+    for node in [op] if region is None else region.forward.graph.nodes:
+        if (found := shared_weight(node)) is not None:
+            yield found._replace(part=given.get(found.part, found.part))
 
 
 def _is_table(weight: fx.Node, lookup: str = EMBEDDING) -> bool:

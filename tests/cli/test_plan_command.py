@@ -112,6 +112,13 @@ def test_sharded_weights_take_their_part_and_two_buffers(capsys):
     )
 
 
+def test_a_sharded_head_that_another_pass_takes(capsys):
+    words = ["plan", "tiny:qwen3", "--context", "256", "--lora", "4", "--gpus", "2", "--sharded"]
+    words += ["--loss", "sft", "--config", "min_saved_bytes=0", "--json"]
+    choices = json.loads(run(capsys, *words))["choices"].values()
+    assert "chunk-vocab-region" in [choice.get("by") for choice in choices]
+
+
 SLOW = [*TINY, "--target", "rtx4090"]
 
 
