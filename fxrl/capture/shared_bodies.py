@@ -155,6 +155,8 @@ class _Sharing:
         order = list(graph.nodes)
         traced = order[order.index(begin) + 1 : order.index(end)]
         fed = {node: as_node(node.args[0]) for node in traced if node.target is feeds}
+        if any(_gains_gradient(node, argument, end) for node, argument in fed.items()):
+            raise Refusal(f"{layer_of(token).path} writes a gradient into what it is given")
         starved = any(node.args[1] for node in fed)
         inside = [node for node in traced if node not in fed]
         within = {*inside, end}
@@ -233,6 +235,13 @@ def _new_input(graph: fx.Graph, name: str, example: Any) -> fx.Node:
         node = graph.placeholder(name)
     node.meta["example_value"] = example
     return node
+
+
+def _gains_gradient(fed: fx.Node, argument: fx.Node, end: fx.Node) -> bool:
+    """Whether an argument that needs no gradient is written into, and read behind the layer."""
+    traced: Any = example_of(fed)  # a new tensor, of no version yet
+    written = traced._version > 0 and traced.requires_grad and not _is_trained(argument)
+    return written and any(user > end for user in argument.users)
 
 
 def _is_trained(node: fx.Node) -> bool:

@@ -210,7 +210,7 @@ def _functional(function: Callable[..., Any], mode: Functional) -> Callable[...,
         for arg, wrapper in zip(args, wrapped, strict=True):
             if isinstance(wrapper, FunctionalTensor) and has_data_mutation(wrapper.elem):
                 value = unwrap(wrapper)
-                if arg.requires_grad:  # autograd lets a parameter be written detached alone
+                if arg.is_leaf and arg.requires_grad:  # autograd lets it be written detached alone
                     arg, value = arg.detach(), value.detach()
                 arg.copy_(value)
         return results

@@ -1060,6 +1060,24 @@ class ReadsTheFirst(Layer):
         return super().forward(x) + Context.first.out(x)
 
 
+class AddsToItsArgument(Layer):
+    def forward(self, x, bias=None, seen=None):
+        if seen is None:
+            x += super().forward(x.clone())  # the norm keeps its input
+        else:
+            x = super().forward(x)
+            seen.add_(x.tanh())
+        return x
+
+
+class HandsASum(Model):
+    def body(self, x):
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x, seen=total)
+        return x + total
+
+
 class KnowsItsLayers(Model):
     def __init__(self, kind):
         super().__init__(kind)
@@ -1105,6 +1123,7 @@ def test_a_class_of_dict_that_is_written_elsewhere_is_harmless():
         (Layer, SwitchedInside),
         (ReadsTheContext, TellsTheContext),
         pytest.param(CountsInTheContext, ReadsTheCount, marks=pytest.mark.slow),
+        (AddsToItsArgument, HandsASum),
         (AddsToAList, Makes),
         pytest.param(AddsInside, Makes, marks=pytest.mark.slow),
         pytest.param(AddsToAnObject, Makes, marks=pytest.mark.slow),
@@ -1122,6 +1141,7 @@ def test_a_class_of_dict_that_is_written_elsewhere_is_harmless():
         "written",
         "context",
         "count",
+        "sum",
         "made list",
         "made inside",
         "made object",
@@ -1138,6 +1158,14 @@ def test_a_layer_that_differs_in_the_trace(kind, model):
     assert not once(step)
     (told,) = [one.reason for one in step.report.remarks if "one by one" in one.reason]
     assert "fake tensor" not in told, "the reason is fxrl's own"
+
+
+def test_what_a_layer_writes_into_and_nobody_reads_later_is_its_own():
+    model = make(AddsToItsArgument)
+    model.embed.requires_grad_(False)
+    step = optimized(model)
+    check(step, model)
+    assert once(step) == "4 layers were captured as 1"
 
 
 def test_an_error_that_dynamo_lets_through_is_not_the_calls(monkeypatch):

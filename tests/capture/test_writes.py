@@ -343,6 +343,27 @@ def test_a_write_into_memory_that_another_tensor_shares() -> None:
         assert any("shares its memory with another one" in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_what_parts_of_a_loss_add_to_one_tensor_keeps_its_gradient(differentiated: bool) -> None:
+    """Autograd records a write into what no parameter is, as a routed layer's sum of experts."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        ids = batch["ids"]
+        total = torch.zeros(len(ids), dtype=torch.float64)
+        if differentiated:
+            total = total + model.embed.weight.mean()
+        for weight in (2, 3):
+            torch._dynamo.graph_break()
+            total.mul_(weight).add_(token_logps(model(ids), ids).mean(1))
+        torch._dynamo.graph_break()
+        return -total.square().sum()
+
+    model = make_model()
+    step = optimize(model, loss_fn, QUIET)
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
+    assert fused(step)
+
+
 def test_a_diagonal_that_is_filled_is_captured_once() -> None:
     """PyTorch writes it through ``as_strided``, whose numbers hold for one size."""
 
