@@ -42,7 +42,9 @@ from fxrl.ir.graph import (
     as_node,
     base_of,
     inputs_of,
+    is_loss_head,
     is_view,
+    maker_of,
     needs_grad,
     relax_views,
 )
@@ -57,6 +59,7 @@ _WRITES = "writes"
 def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     """A callable for a rewritten graph: eager autograd, or AOT where an op asks for it."""
     attach_flex()
+    _return_copies(gm.graph)
     for module in modules_of(gm):
         _keep_what_is_saved(module.graph)
         relax_views(module.graph)
@@ -64,6 +67,18 @@ def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
     if calls_higher_order(gm):
         return _with_sums(gm, compile_by_aot(gm, examples, {}))
     return _with_sums(gm, _without_autocast(gm))
+
+
+def _return_copies(graph: fx.Graph) -> None:
+    """Let who gets a loss head's results write into them, as into those of a gather, of which
+    autograd keeps nothing; of a head it keeps them."""
+    returned = map(base_of, graph.output_node().all_input_nodes)
+    for value in dict.fromkeys(returned):
+        if is_loss_head(maker_of(value)) and needs_grad(value):
+            with Builder(graph).after(value) as builder:
+                copy = builder.call(aten.clone.default, value)
+            value.replace_all_uses_with(copy)
+            copy.args = (value,)
 
 
 def _keep_what_is_saved(graph: fx.Graph) -> None:

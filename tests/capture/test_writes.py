@@ -364,6 +364,28 @@ def test_what_parts_of_a_loss_add_to_one_tensor_keeps_its_gradient(differentiate
     assert fused(step)
 
 
+def test_log_probs_that_are_given_back_may_be_written_into() -> None:
+    """As what gather gives; the fused head keeps its own for the backward."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        return logps, {"first": logps[:, 0]}
+
+    model, batch = make_model(), fixed(make_batch())
+    step, results = optimize(model, loss_fn, QUIET), []
+    for function in (partial(loss_fn, model), step):
+        model.zero_grad()
+        logps, told = function(batch)
+        logps *= 0.5
+        logps[batch["ids"][:, 1:] < 3] = 0.0
+        with torch.no_grad():
+            told["first"].clamp_(min=-1.0)
+        (logps.sum() + told["first"].exp().sum()).backward()
+        results.append((logps.detach(), grads(model)))
+    assert_same(*results)
+    assert fused(step)
+
+
 def test_a_diagonal_that_is_filled_is_captured_once() -> None:
     """PyTorch writes it through ``as_strided``, whose numbers hold for one size."""
 
