@@ -34,7 +34,7 @@ from fxrl.ir.site import plain_path, site_name
 
 aten = torch.ops.aten
 
-_NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*\.\d+)$")
+_NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*(?:\.\d+)+)$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,16 +93,17 @@ class _Known(Generic[V]):
         return found
 
     def _compose(self, expr: Any, solving: frozenset[Any]) -> Any:
-        function = _OPERATORS.get(type(expr).__name__)
+        up = _is_rounded_up(expr)
+        function = operator.floordiv if up else _OPERATORS.get(type(expr).__name__)
         if function is None:
             return None
-        parts = [self.find(part, solving) for part in expr.args]
+        parts = [self.find(part, solving) for part in _arguments(expr)]
         total = parts[0]
         for part in parts[1:]:
             if total is None or part is None:
                 return None
             total = _Apply(function, total, part)
-        return total
+        return _Apply(operator.mul, -1, total) if up else total
 
     def _solve(self, symbol: Any, solving: frozenset[Any]) -> Any:
         """``symbol`` from a known ``factor * symbol + rest``: whole, so the division is exact."""
@@ -161,6 +162,20 @@ def _is_polynomial(expr: Any) -> bool:
     """Whether a size is made of symbols and numbers by sums and products alone."""
     whole = expr.is_Symbol or expr.is_Integer
     return whole or ((expr.is_Add or expr.is_Mul) and all(map(_is_polynomial, expr.args)))
+
+
+def _is_rounded_up(expr: Any) -> bool:
+    """Whether it is ``math.ceil(a / b)``, as windows are counted: ``-(-a // b)``."""
+    kind = type(expr).__name__
+    return kind == "CeilToInt" and type(expr.args[0]).__name__ == "IntTrueDiv"
+
+
+def _arguments(expr: Any) -> tuple[Any, ...]:
+    """What an operator is applied to."""
+    if not _is_rounded_up(expr):
+        return tuple(expr.args)
+    whole, part = expr.args[0].args
+    return -whole, part
 
 
 def _polynomial(expr: Any) -> Any:

@@ -1,6 +1,7 @@
 """Equal layers are captured once; a layer that differs never stands for another."""
 
 import gc
+import math
 import random
 import re
 import weakref
@@ -542,6 +543,47 @@ def test_layers_in_lists_in_lists_are_sites_of_their_own():
     check(step, model)
     assert once(step) == "4 layers were captured as 2"
     assert {f"0:stages.{s}.blocks.{b}" for s in (0, 1) for b in (0, 1)} <= step.plan.choices.keys()
+
+
+class Windows(nn.Module):
+    """Half of a layer: each token is mixed with its window, of which the last one is padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        length, windows = x.shape[1], x.shape[1] / 4
+        if not windows.is_integer():
+            padding = x.new_zeros(len(x), math.ceil(windows) * 4 - length, HIDDEN)
+            x = torch.cat([x, padding], 1)
+        mixed = self.mix(x.unflatten(1, (-1, 4)).softmax(-1).cumsum(2))
+        return mixed.flatten(1, 2)[:, :length]
+
+
+class Pairs(Model):
+    """Attention and MLPs in lists of two, which the model adds to its stream."""
+
+    def __init__(self, kind=Layer, depth=2):
+        super().__init__(kind, depth)
+        pairs = [nn.ModuleList([Windows(), layer.out]) for layer in self.layers]
+        self.layers = nn.ModuleList(pairs)
+
+    def body(self, x):
+        for mix, mlp in self.layers:
+            x = mix(x) + x
+            x = mlp(x) + x
+        return x
+
+
+def test_pairs_of_windows_and_mlps_are_captured_once_for_all_lengths():
+    model = make(model=Pairs)
+    step = optimized(model)
+    for length in (9, 14, 11):
+        check(step, model, given=batch(length=length))
+    assert len(step.captures) == 1
+    assert {f"0:layers.{a}.{b}" for a in (0, 1) for b in (0, 1)} <= step.plan.choices.keys()
+    assert not step.report.of_kind("missed")
 
 
 class InADict(Model):

@@ -1,5 +1,7 @@
 """Symbolic sizes: what follows from the dims that are seen, as graph values and as numbers."""
 
+import math
+
 import pytest
 import torch
 from torch import fx
@@ -34,6 +36,7 @@ FOLLOWS = {
     "a half": (lambda b, s: [(b, s + 1)], lambda b, s: s // 2),
     "a remainder": (lambda b, s: [(b, s)], lambda b, s: s % 3),
     "rounded up": (lambda b, s: [(b, s)], lambda b, s: (s + 7) // 8 * 8),
+    "whole windows": (lambda b, s: [(b, s + 1)], lambda b, s: math.ceil((s + 1) / b) * b - s),
     "a square": (lambda b, s: [(b, s)], lambda b, s: s * s),
     "the larger": (lambda b, s: [(b, s + 1)], lambda b, s: torch.sym_max(b, s)),
     "the smaller": (lambda b, s: [(b, s + 1)], lambda b, s: torch.sym_min(b, s)),

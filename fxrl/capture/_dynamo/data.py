@@ -78,6 +78,7 @@ _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_to
 # From torch 2.15 on Dynamo looks methods of tensors up here, and no more by name on the class.
 _TABLE: Any = vars(TensorVariable).get("tp_methods")
 _call_tensor = TensorVariable.call_method
+_call_number = SymNodeVariable.call_method
 _make_range: Any = BuiltinVariable.call_range
 _call = TorchInGraphFunctionVariable.call_function
 _call_context = TorchCtxManagerClassVariable.call_function
@@ -554,6 +555,18 @@ def _filled_diagonal(matrix: torch.Tensor, value: Any) -> None:
     matrix.diagonal().fill_(value)
 
 
+def _number_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    if name == "is_integer" and not _known_when_run(self):
+        return VariableTracker.build(tx, _is_whole).call_function(tx, [self], {})
+    return _call_number(self, tx, name, args, kwargs)
+
+
+def _is_whole(number: float) -> bool:
+    """``number.is_integer()``, as those ask who pad to whole windows; Dynamo takes the number that
+    it is asked of for a constant."""
+    return math.floor(number) == number
+
+
 def _drawn(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """``noise.uniform_(-bound, bound)`` with a tensor for a bound, as NEFTune's hook has it: such
     draws take numbers alone, which are known when the graph runs. As many are drawn of the standard
@@ -613,6 +626,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TorchInGraphFunctionVariable, "call_function", _call_in_graph),
     (TensorVariable, "call_method", _tensor_method),
+    (SymNodeVariable, "call_method", _number_method),
     (BuiltinVariable, "call_range", _range),
     (PolyfilledFunctionVariable, "call_function", _any_or_all),
     (NumpyVariable, "call_function", _averaged),
