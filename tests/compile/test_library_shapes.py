@@ -250,6 +250,17 @@ def unpadded_and_padded_again(m, b):
     return weighed(full.view(ids.shape), b)
 
 
+@shape
+def unpadded_ids_rolled(m, b):
+    at = (b["ids"] > 3).flatten().nonzero().flatten()
+    ids = b["ids"].flatten()[at]
+    logps = m.head(m.hidden(b["ids"]).flatten(0, 1)[at]).log_softmax(-1)
+    back = picked(logps, torch.roll(ids[None], shifts=(-1, 2), dims=(1, 0))[0])
+    return -(
+        back + picked(logps, ids.roll(-1)) + picked(logps, ids.view(-1, 1).roll(99)[:, 0])
+    ).sum()
+
+
 def tokens_of_high_entropy(m, b):
     logits, ids = shifted(m, b)
     with torch.no_grad():

@@ -346,8 +346,9 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return _call(self, tx, [args[0], *(told_apart(tx, given) for given in args[1:])], kwargs)
     if self.value in _MATH and len(args) == 1 and _is_read_off(args[0]):
         return _computed(tx, _MATH[self.value], args[0].realize())
-    if self.value is torch.diff and _has_rows_of_data(args[0].realize()):
-        return VariableTracker.build(tx, _difference).call_function(tx, args, kwargs)
+    own = _OF_ROWS_OF_DATA.get(self.value)
+    if own is not None and args and _has_rows_of_data(args[0].realize()):
+        return VariableTracker.build(tx, own).call_function(tx, args, kwargs)
     if self.value is torch.take_along_dim and "out" not in kwargs:
         return VariableTracker.build(tx, _taken_along).call_function(tx, args, kwargs)
     if self.value in SIZED and _vary([*args, *kwargs.values()]):
@@ -540,6 +541,9 @@ _DRAWS = {"uniform_": _between, "normal_": _around}
 
 
 def _tensor_method(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    own = _OF_ROWS_OF_DATA.get(getattr(torch, name, None))
+    if own is not None and _has_rows_of_data(self):
+        return VariableTracker.build(tx, own).call_function(tx, [self, *args], kwargs)
     if name == "take_along_dim":
         return VariableTracker.build(tx, _taken_along).call_function(tx, [self, *args], kwargs)
     if name == "fill_diagonal_" and len(args) == 1 and not kwargs and self.ndim == 2:
@@ -565,6 +569,20 @@ def _is_whole(number: float) -> bool:
     """``number.is_integer()``, as those ask who pad to whole windows; Dynamo takes the number that
     it is asked of for a constant."""
     return math.floor(number) == number
+
+
+def _rolled(input: torch.Tensor, shifts: Any, dims: Any = None) -> torch.Tensor:
+    """``torch.roll`` of as many as data says; torch's own asks whether there are any."""
+    if dims is None:
+        return _rolled(input.flatten(), shifts, 0).view(input.shape)
+    shifts = (shifts,) if isinstance(shifts, int) else shifts
+    for shift, dim in zip(shifts, (dims,) if isinstance(dims, int) else dims, strict=True):
+        places = torch.arange(input.size(dim), device=input.device)
+        input = input.index_select(dim, (places - shift) % input.size(dim))
+    return input
+
+
+_OF_ROWS_OF_DATA: dict[Any, Any] = {torch.diff: _difference, torch.roll: _rolled}
 
 
 def _drawn(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
