@@ -33,6 +33,7 @@ _PLAIN = {
     "data-dependent expression": "data-dependent size: Python counts by a tensor's value",
     "Graph break under": "it cannot be traced, and no graph can end inside of a `with` block",
     "step_unsupported": "something in it cannot be traced, and no graph can end there",
+    "Module-level backwards hooks": "a backward hook gets the gradient of what a module returns",
 }
 _BREAK = "graph break"
 _TRIES = 4  # a break is met again as Dynamo backs out of one function after another
@@ -41,8 +42,13 @@ _WRAPPERS = tuple(
     os.path.join(os.path.dirname(torch.__file__), *parts, "")
     for parts in (("distributed",), ("nn", "parallel"))
 )
-_DISABLED = "torch.compiler.disable"
-_CURE_OF_DISABLED = "take that mark off the function, or do without the option that calls it"
+#: What to do about a break whose words have these in them; its line is none of the user's to move.
+_CURES = {
+    "torch.compiler.disable": "take that mark off the function, or do without the option that "
+    "calls it",
+    "is a classmethod": "make it a staticmethod",
+    "BackwardHook": "register the hook on modules that return no logits, such as layers",
+}
 
 
 class SizesFromDataError(Exception):
@@ -137,8 +143,9 @@ def _graph_break(reason: Any) -> GraphBreak:
     files = [frame.filename for frame in reason.user_stack]
     if files[-1].startswith(_WRAPPERS):
         return GraphBreak(words, source, "")
-    if _DISABLED in words:
-        return GraphBreak(words, source, _CURE_OF_DISABLED)
+    for told, cure in _CURES.items():
+        if told in words:
+            return GraphBreak(words, source, cure)
     if all(map(is_library, files)):  # no line to be moved
         return GraphBreak(words, source, "")
     return GraphBreak(words, source)

@@ -95,6 +95,18 @@ def function_of_its_class(model: nn.Module, batch: Any) -> Tensor:
     return -token_logps(logits, batch["ids"]).mean()
 
 
+def test_a_backward_hook_of_the_model_is_told_with_a_cure_that_helps() -> None:
+    for module, lost in (("", True), ("mix", False)):
+        model = make_model()
+        model.get_submodule(module).register_full_backward_hook(lambda *_: None)
+        step = optimize(model, policy_loss, QUIET)
+        assert_matches_eager(step, policy_loss, model, fixed(make_batch()))
+        missed = {(r.reason[:30], r.cure) for r in step.report.of_kind("missed")}
+        cure = "register the hook on modules that return no logits, such as layers"
+        assert (("graph break: a backward hook g", cure) in missed) == lost
+        assert fused(step) != lost
+
+
 class FoundRows(torch.autograd.Function):
     """Its forward counts rows by their values."""
 
