@@ -80,6 +80,11 @@ class RowRules:
         rule = self.table.get(target) or self.table.get(str(target))
         if rule is not None:
             return rule(self, node)
+        if op_name(node) == "register_hook":
+            raise Refusal(
+                "a hook gets the gradient of the logits",
+                "register it on what is computed of them per token, such as log-probs",
+            )
         if not isinstance(target, OpOverload):
             raise Refusal(
                 f"the logits enter {op_name(node)}, an autograd.Function or kernel opaque to fxrl",
