@@ -35,6 +35,7 @@ from fxrl.ir.site import plain_path, site_name
 aten = torch.ops.aten
 
 _NUMBERED = re.compile(r"(?:.*?\.)?([A-Za-z_]\w*(?:\.\d+)+)$")
+_INSIDE = re.compile(r"\.\d+(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,13 @@ def layer_path(node: fx.Node) -> str | None:
         if _NUMBERED.match(path := plain_path(where)) is not None:
             return path
     return None
+
+
+def is_in_layer(node: fx.Node) -> bool:
+    """Whether a numbered module made ``node``, or one inside of such: a graph may begin in there,
+    and knows no module around it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return any(_INSIDE.search(plain_path(where)) for where, _ in stack.values())
 
 
 def layer_nodes(graph: fx.Graph) -> dict[str, list[fx.Node]]:

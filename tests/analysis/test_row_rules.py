@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxrl.analysis.layers import is_product
 from fxrl.analysis.rows.analysis import HeadSite, analyse
 from fxrl.analysis.rows.emit import RowEmitter, body_graph
-from fxrl.ir.graph import inputs_of, topological_sort
+from fxrl.analysis.rows.heads import find_heads
+from fxrl.ir.graph import IS_PART, inputs_of, topological_sort
 from fxrl.ir.graph_pass import Miss
 from tests.passes.lowered import lowered
 
@@ -235,6 +237,16 @@ def test_permuting_tokens_permutes_results(order):
     _, moved, _ = evaluate(gm, program, bound(gm, y))
     for whole, other in zip(found, moved, strict=True):
         torch.testing.assert_close(other, whole[order])
+
+
+@pytest.mark.parametrize(("path", "found"), [("lm_head", 1), ("layers.1.experts.0.down", 0)])
+def test_what_may_go_on_in_another_graph_is_no_head(path, found):
+    """A graph that begins inside of an expert knows neither the expert nor its layer as modules."""
+    gm = lowered(lambda hidden, weight: F.linear(hidden, weight), *inputs()[:2])
+    (product,) = (node for node in gm.graph.nodes if is_product(node))
+    product.meta["nn_module_stack"] = {"it": (f"L['model'].{path}", torch.nn.Linear)}
+    gm.meta[IS_PART] = True
+    assert len(find_heads(gm.graph)) == found
 
 
 _GRAPHS = {}

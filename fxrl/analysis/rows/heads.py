@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrl.analysis.layers import layer_path
+from fxrl.analysis.layers import is_in_layer
 from fxrl.ir.bodies import AUTOGRAD_FUNCTION, WRAPPERS
 from fxrl.ir.graph import (
     COPIES,
@@ -77,7 +77,7 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
         width = hint(shape_of(node)[-1])
         later = (p for i, p in enumerate(products) if after[node] >> i & 1 and p is not node)
         last = all(_is_opaque(p) or _keeps_width(p, width) for p in later)
-        last = last and not (is_part and layer_path(node) is not None)
+        last = last and not (is_part and is_in_layer(node))
         no_logits = _from_activations(node) or _of_weights(node) or _adapts(node)
         if (last or feeds_class_op(node)) and not no_logits:
             heads.append(node)
@@ -102,7 +102,7 @@ def heads_in_functions(graph: fx.Graph) -> list[tuple[fx.Node, bool]]:
     out of them."""
     found = []
     for call in graph.nodes:
-        if not (call.op == "call_function" and _stays_whole(call)) or layer_path(call) is not None:
+        if not (call.op == "call_function" and _stays_whole(call)) or is_in_layer(call):
             continue
         classes = [n for arg in call.all_input_nodes if (n := _classes_of(arg, call))]
         if classes:
