@@ -134,6 +134,7 @@ class Line:
 
 _HEAD_CELLS = "{ms:.1f} ms, {peak_mib:.0f} MiB, {logprob_error:.0e}"
 _UPDATE_CELLS = "{update_ms:.0f} ms, {peak_gib:.1f} GiB"
+_OFFLOAD_CELLS = "{update_ms:.0f} ms, {peak_gib:.1f} GiB, {host_gib:.1f} GiB"
 _STEP_CELLS = "{step_ms:.0f} ms, {peak_gib:.1f} GiB"
 _LARGE = {"shape": ["16384,4096,151936"]}
 
@@ -162,28 +163,28 @@ LINES = (
         beside=("torch.compile", "eager"),
     ),
     Line(
-        "the same where memory is short",
+        "the same, fxrl keeping no exponentials",
         "head_h200",
         _HEAD_CELLS,
         "ms",
         _LARGE | {"mode": ["trainable"]},
     ),
     Line(
-        "GRPO update, Qwen3-8B's shape, LoRA, one sequence of 16384 tokens, 24 GiB: time, peak",
+        "GRPO update, Qwen3-8B's shape, LoRA, 16384 tokens, a budget of 24 GiB: time, peak, host",
         "update_step_qwen3_8b_24gib_h200",
-        _UPDATE_CELLS,
+        _OFFLOAD_CELLS,
         "update_ms",
     ),
     Line(
         "one sequence of 131072 tokens, the same model: time, peak, host memory",
         "update_step_qwen3_8b_131k_h200",
-        "{update_ms:.0f} ms, {peak_gib:.1f} GiB, {host_gib:.1f} GiB",
+        _OFFLOAD_CELLS,
         "update_ms",
     ),
     Line(
-        "all weights of Qwen3-1.7B's shape, 16384 tokens, a card of 24 GiB: time, peak",
+        "all weights of Qwen3-1.7B's shape, 16384 tokens, a card of 24 GiB: time, peak, host",
         "update_step_full_1.7b_h200",
-        _UPDATE_CELLS,
+        _OFFLOAD_CELLS,
         "update_ms",
     ),
     Line(
