@@ -1,16 +1,17 @@
 """How far two runs are apart, and how far they may be.
 
 NOTE [Which tolerance]
-Rounding makes two correct programs differ. With unit roundoff ``eps`` of the dtype that the model
-computes in, ``eps_acc`` of the one it accumulates in (float32 for half precision), ``D`` roundings
-along a path (leaf modules run) and reductions of at most ``K`` terms, independent roundings grow
-with the square root of their number (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019):
+Rounding makes two correct programs differ. With unit roundoff ``eps`` of the coarsest dtype that
+modules return or the captured graph rounds to, ``eps_acc`` of the one it accumulates in (float32
+for half precision), ``D`` roundings along a path (leaf modules run) and reductions of at most ``K``
+terms, independent roundings grow with the square root of their number (Higham and Mary, SIAM J.
+Sci. Comput. 41(5), 2019):
 
     tolerance = 2 (eps sqrt(D) + c eps_acc sqrt(K))
 
 2 for two programs, each with its error; ``c`` for cancellation, 4 in a loss and 16 in a gradient.
 For a 12-layer bf16 model this is the 15 to 20 % by which two correct runs were seen to differ.
-In float64 rounding is no excuse: 1e-9 for losses and 1e-7 for gradients, whatever the sizes.
+Where all is float64 rounding is no excuse: 1e-9 for losses, 1e-7 for gradients, at all sizes.
 
 NOTE [Which reference]
 15 % hides many mistakes. For half precision the step is therefore compared with a run of the same

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxrl.capture._torch import tensors_in
 from fxrl.errors import VerificationError, check_one_of
 from fxrl.inspect.calibrate import in_words, nearness
 from fxrl.inspect.compare import Tolerances, VerifyReport, compare
@@ -39,6 +40,7 @@ from fxrl.inspect.evaluate import (
     watch_precision,
 )
 from fxrl.ir.capture_record import Capture
+from fxrl.ir.graph import COPIES, ancestors, example_of, held, is_call, is_view, needs_grad
 from fxrl.ir.source import source_of_trace
 from fxrl.ops.rounded import RoundedWeight
 
@@ -132,7 +134,11 @@ class _References:
         if key not in self.known:
             with Emulation(weights) if weights else nullcontext():
                 self.known[key] = self._run(weights)
-        return self.known[key]
+        eager, truth, used, notes, tolerances = self.known[key]
+        lowered = [one.lowered for one in captures if one.lowered is not None]
+        for dtype in {dtype for gm in lowered for dtype in _rounded_to(gm)}:
+            tolerances = tolerances.at(dtype)
+        return eager, truth, used, notes, tolerances
 
     def _run(self, weights: Sequence[RoundedWeight]) -> _Reference:
         rounded = bool(weights)
@@ -204,6 +210,31 @@ def _search(judge: Callable[[Step], VerifyReport], step: Any) -> tuple[tuple[str
 
     blamed, why = find_blame(rewrites, fails)
     return tuple(f"{name} @ {site}" for name, site in blamed), why
+
+
+def _rounded_to(gm: fx.GraphModule) -> Iterator[torch.dtype]:
+    """The dtypes of results that are computed of floats, on the way to what has a gradient.
+
+    NOTE [Why the captured graph is asked]: modules tell what they return, and a norm that computes
+    in float32 returns float64 in a model of that. What passes through such a cast is rounded to
+    float32 in both runs, at numbers that may differ in their last bit, so no more can be asked of
+    it. The graph is the one ahead of all passes: a pass that rounds more is found out.
+    """
+    returned = gm.graph.output_node().all_input_nodes
+    for node in ancestors([one for one in returned if needs_grad(one)] or returned):
+        body = held(node) if node.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            yield from _rounded_to(body)
+        elif node.op == "call_function" and not is_view(node):
+            read = {dtype for one in node.all_input_nodes for dtype in _dtypes(one)}
+            made = _dtypes(node) if read else set()
+            yield from made - read if is_call(node, *COPIES) else made
+
+
+def _dtypes(node: fx.Node) -> set[torch.dtype]:
+    """Those of a value's floats; 8-bit ones are a format of storage."""
+    values = tensors_in(example_of(node))
+    return {x.dtype for x in values if x.is_floating_point() and x.itemsize > 1}
 
 
 def _longest_reduction(params: dict[str, Tensor], batch: Any) -> int:

@@ -521,7 +521,12 @@ class FakeStep:
 
     def __call__(self, batch):
         self.captures = (
-            SimpleNamespace(running=True, rounded=list, rewrites=[("p", site) for site in "abc"]),
+            SimpleNamespace(
+                running=True,
+                rounded=list,
+                lowered=None,
+                rewrites=[("p", site) for site in "abc"],
+            ),
         )
         loss, metrics = chunked(self.model, batch)
         active = self.wrong - self.disabled

@@ -47,6 +47,7 @@ class WrongTanh(Pass[TanhSite]):
     """A planted mistake: ``tanh(x)`` becomes ``tanh(1.001 x)``."""
 
     name: ClassVar[str] = "wrong-tanh"
+    factor: ClassVar[float] = 1.001
 
     def match(self, gm):
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
@@ -55,7 +56,7 @@ class WrongTanh(Pass[TanhSite]):
     def rewrite(self, gm, site, choice):
         source = site.anchor.args[0]
         with gm.graph.inserting_before(site.anchor):
-            scaled = gm.graph.call_function(torch.ops.aten.mul.Tensor, (source, 1.001))
+            scaled = gm.graph.call_function(torch.ops.aten.mul.Tensor, (source, self.factor))
         scaled.meta = dict(source.meta)
         site.anchor.replace_input_with(source, scaled)
         return Applied("tanh made wrong on purpose", 0)
@@ -90,6 +91,38 @@ def test_a_planted_wrong_rewrite_is_caught_and_blamed(setup, monkeypatch):
     assert "tanh" in blamed
     with pytest.raises(fxrl.errors.VerificationError, match="tanh"):
         report.raise_if_failed()
+
+
+class RoundedPolicy(Policy):
+    """Computes in float32 inside, whatever its weights are in, as norms of transformers do."""
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.inner(self.embed(ids)).float()).to(self.head.weight.dtype))
+
+
+class LastBit(WrongTanh):
+    """No mistake: what is rounded to float32 may differ in its last bit."""
+
+    name: ClassVar[str] = "last-bit"
+    factor: ClassVar[float] = 1 + 2.0**-23
+
+
+@pytest.mark.parametrize("planted", [LastBit, WrongTanh])
+def test_a_model_in_float64_that_computes_in_float32(setup, monkeypatch, planted):
+    """It is judged as float32 is, which finds a mistake all the same; metrics beside the loss do
+    not make the loss coarser."""
+    model, batch = RoundedPolicy().double(), setup[1]
+
+    def loss(model, batch):
+        loss, metrics = loss_fn(model, batch)
+        return loss, metrics | {"half": loss.detach().bfloat16() * 2}
+
+    monkeypatch.setitem(REGISTRY, planted.name, planted)
+    report = fxrl.optimize(model, loss, fxrl.Config(**CONFIG)).verify(batch)
+    assert report.ok == (planted is LastBit)
+    assert all(planted.name in blamed for blamed in report.blame)
+    tolerance = {row.name: row.tolerance for row in report.rows}
+    assert 1e-7 < tolerance["loss"] < 1e-4 < tolerance["half"]
 
 
 class WrongRespelling(WrongTanh, Normalisation[TanhSite]):
