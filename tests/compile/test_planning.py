@@ -219,6 +219,20 @@ def test_what_does_not_fit_is_an_error_that_says_what_would():
         planned(tokens=int(1.05 * longest), gpu_memory="256MiB")
 
 
+def test_one_token_that_predicts_none_is_a_length_too():
+    """It is the last that is tried, and a trained head has no rows there."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64))
+
+    def loss_fn(model, batch):
+        logps = model(batch["ids"])[:, :-1].log_softmax(-1)
+        return -logps.gather(-1, batch["ids"][:, 1:, None]).mean()
+
+    step = fxrl.optimize(model, loss_fn, fxrl.Config(min_saved_bytes=0, gpu_memory="4KiB"))
+    with pytest.raises(PlanError, match="no length fits"):
+        step.plan_for(batch(16))
+
+
 def test_the_longest_context_is_one_that_fits():
     plan = planned(tokens=256, gpu_memory="256MiB")
     assert plan.max_context > 256

@@ -132,8 +132,9 @@ def _plans(num_rows: int, width: int, vocab: int) -> Iterator[TilePlan]:
 
 
 def _row_choices(num_rows: int, most: int) -> list[int]:
-    """Multiples of ``_ROW_STEP`` that cut the rows into equal parts."""
-    parts = range(1, max(2, _ceil(num_rows, _ROW_STEP) + 1))
+    """Multiples of ``_ROW_STEP`` that cut the rows into equal parts; no rows are as few as one."""
+    num_rows = max(1, num_rows)
+    parts = range(1, _ceil(num_rows, _ROW_STEP) + 1)
     sizes = {_ceil(_ceil(num_rows, n), _ROW_STEP) * _ROW_STEP for n in parts}
     return sorted(size for size in sizes if size <= most) or [_ROW_STEP]
 
