@@ -107,6 +107,11 @@ def run_as_written(code: CodeType, *, all_inside: bool = True) -> None:
     _set_strategy(code, FrameAction.SKIP, inside)
 
 
+def capture_no_more(code: CodeType) -> None:
+    """Dynamo runs what it has compiled of a function where that fits, else the function."""
+    _set_strategy(code, FrameAction.RUN_ONLY, FrameAction.DEFAULT)
+
+
 def _set_strategy(code: CodeType, own: FrameAction, inside: FrameAction) -> None:
     torch._C._dynamo.eval_frame.set_code_exec_strategy(code, FrameExecStrategy(own, inside))
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
 from traceback import FrameSummary
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fxrl.capture._dynamo import plain_python_is_traced
+from fxrl.capture._dynamo.behind import as_written_behind
 from fxrl.capture._torch import (
     COMPILES,
     DYNAMO_LOG,
@@ -141,6 +142,8 @@ class CapturedLoss:
         self.compiled: dict[Any, Callable[[Any], Any]] = {}
         self._parts: dict[Any, Callable[..., Any]] = {}  # captured by themselves, likewise
         self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
+        # By kind of batches the functions behind a break that failed.
+        self._behind: dict[Any, set[types.CodeType]] = {}
         self._takeover = Takeover(model)
         self._repeated = RepeatedLayers(model, partial(models_held, loss_fn))
         self._variation = Variation()
@@ -277,6 +280,7 @@ class CapturedLoss:
         layers = self._repeated.traced() if once else nullcontext()
         # It would say at each call that no more is captured.
         log = swapped(DYNAMO_LOG, disabled=True) if self._full else nullcontext()
+        behind = self._behind.get(_kind(batch), ()) if self._behind else ()
         with (
             dynamo_settings(_WAYS[way] | {_CACHE: not self._varies}),
             self._variation.accounted(),
@@ -284,6 +288,7 @@ class CapturedLoss:
             plain_python_is_traced(code, branches),
             compiles_undisturbed() as compilations,
             breaks_inside() as breaks,
+            as_written_behind(code, behind, self._is_raised, _settings_behind) as lost,
             log,
         ):
             try:
@@ -296,19 +301,10 @@ class CapturedLoss:
                 leave_transforms()
                 if _skipped() > skipped:  # of a batch that is none, but the next one may be
                     try_again(code)
-                if isinstance(_cause(error), CannotBeginAnewError):
-                    del captures[before:]
-                    raise _cause(error) from None
-                if isinstance(_cause(error), FxrlError):
-                    raise _cause(error) from None  # its text is all that a user needs
-                capturing = _while_compiling(error)
-                tried = compilations and not self._backend.only_explain
-                if isinstance(error, torch.OutOfMemoryError) or not (capturing or tried):
-                    raise
-                del captures[before:]
-                raise _CaptureFailedError(error) from None
+                self._raise(error, before, bool(compilations))
         for one in captures[before:]:
             forget_inputs(one.dynamo)
+        self._leave_behind(lost, batch)
         self._note_often(code, captures[before:])
         self._note_branches(branches, {found.source for found in breaks})
         # What is left out behind a break, such as a further turn of a branch, is not the loss.
@@ -318,6 +314,33 @@ class CapturedLoss:
         elif left_out and not any(one.report.remarks for one in captures[before:]):
             self._note_skipped()
         return result
+
+    def _raise(self, error: Exception, before: int, compiled: bool) -> NoReturn:
+        """Raise what a call has failed with, as what is done about it."""
+        cause = _cause(error)
+        if isinstance(cause, FxrlError):
+            raise cause from None  # its text is all that a user needs
+        tried = compiled and not self._backend.only_explain
+        failed = _while_compiling(error) or tried
+        if isinstance(error, torch.OutOfMemoryError) or not failed:
+            raise error
+        del self._backend.captures[before:]
+        raise (
+            cause if isinstance(cause, CannotBeginAnewError) else _CaptureFailedError(error)
+        ) from None
+
+    def _is_raised(self, failure: Exception) -> bool:
+        """Whether the call ends where a function behind a break fails so."""
+        return self._backend.only_explain or isinstance(_cause(failure), FxrlError)
+
+    def _leave_behind(self, failed: list[Any], batch: Any) -> None:
+        """Functions behind a break run as they are written from now on, as they did in this call,
+        with batches of this kind."""
+        while failed:
+            code, failure = failed.pop(0)
+            self._full |= _too_often(failure)
+            self._behind.setdefault(_kind(batch), set()).add(code)
+            self._note_failure(failure, _AS_WRITTEN, behind=True)
 
     def _compile(self, once: bool) -> Callable[[Any], Any]:
         for reason in self._repeated.apart:
@@ -402,7 +425,7 @@ class CapturedLoss:
         code = getattr(inspect.unwrap(self._loss_fn), "__code__", None)
         return [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
 
-    def _note_failure(self, failure: Exception, way: int) -> None:
+    def _note_failure(self, failure: Exception, way: int, *, behind: bool = False) -> None:
         source, code = place_of(getattr(failure, "real_stack", None) or ())
         source = source or source_of_trace(str(failure)) or place_of(self._own_place())[0]
         cause = _cause(failure)
@@ -423,7 +446,9 @@ class CapturedLoss:
             reason = f"captured in parts, which end where numbers are read off tensors ({what})"
             self._note(RemarkKind.ANALYSIS, source, reason)
         else:
-            self._note(RemarkKind.MISSED, source, f"not captured, run as written ({what})", cure)
+            which = "what goes on behind a break is " if behind else ""
+            reason = f"{which}not captured, run as written ({what})"
+            self._note(RemarkKind.MISSED, source, reason, cure)
 
     def _note(self, kind: RemarkKind, source: str, reason: str, cure: str = "") -> None:
         remark = Remark(kind, "capture", "loss", source, reason, cure)
@@ -483,6 +508,11 @@ def _decided_by_data(error: Exception) -> bool:
     text = str(error).lower()
     counted = "data-dependent" in text or "unbacked symbol" in text  # a count that a body keeps
     return counted or isinstance(error, GuardOnDataDependentSymNode)
+
+
+def _settings_behind(failure: Exception) -> Mapping[str, Any] | None:
+    """Those to capture a function behind a break with that has failed so."""
+    return _WAYS[_IN_PARTS] if _decided_by_data(failure) else None
 
 
 def _kind(batch: Any) -> Any:

@@ -92,22 +92,28 @@ class Backend:
             names = {str(id(module)): name for name, module in self.model.named_modules()}
             name_inside(gm, names, str(id(owner_of_graph())))
         gm, lifted = share_bodies(gm)
-        run = self._capture(gm, [*example_inputs, *(one.tensor for one in lifted)])
-        if follows_branches(gm) and not self.only_explain:
-            capture, alone = self.captures[-1], self.config.context_parallel == 1
-            if not capture.running or not alone or talks_to_ranks(capture.lowered):
-                raise CannotBeginAnewError
-        return run if not lifted else lambda *args: run(*args, *(one.tensor for one in lifted))
-
-    def _capture(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
-        log.info("lowering the step: graph %d", len(self.captures))
         capture = Capture(len(self.captures), gm)
         self.captures.append(capture)
+        try:
+            run = self._capture(capture, [*example_inputs, *(one.tensor for one in lifted)])
+            if follows_branches(gm) and not self.only_explain:
+                alone = self.config.context_parallel == 1
+                if not capture.running or not alone or talks_to_ranks(capture.lowered):
+                    raise CannotBeginAnewError
+        except FxrlError:
+            raise
+        except BaseException:
+            self.captures.remove(capture)
+            raise
+        return run if not lifted else lambda *args: run(*args, *(one.tensor for one in lifted))
+
+    def _capture(self, capture: Capture, example_inputs: Sequence[Any]) -> Run:
+        log.info("lowering the step: graph %d", capture.index)
+        gm = capture.dynamo
         capture.graph_breaks += break_of(gm)
         _note_checkpoints(capture)
         rewritten = self._rewrite(capture, example_inputs)
         if capture.graph_breaks and is_first_graph() and _hands_on_sizes(capture):
-            self.captures.remove(capture)
             raise SizesFromDataError(capture.graph_breaks[0].source)
         made = capture.rewritten
         lost = made is None or illegal_misses(capture.report, made.plan)
@@ -127,10 +133,7 @@ class Backend:
             if capture.planner is not None:
                 alone = self.config.context_parallel == 1
                 run = ByPlan(self._planned_anew, capture, run, example_inputs, alone=alone).run
-        except FxrlError:
-            raise
-        except RestartAnalysis:  # AOTAutograd wants a number written in, and Dynamo asks again
-            self.captures.remove(capture)
+        except (FxrlError, RestartAnalysis):  # which wants a number written in: asked again
             raise
         except Exception as error:
             why = f"the rewritten graph could not be compiled: {first_line(error)}"

@@ -1043,3 +1043,38 @@ def test_what_is_ahead_of_a_part_that_fails_draws_once() -> None:
     torch.manual_seed(0)
     assert_same((step(batch), torch.rand(1)), wanted)
     assert any("run as written" in missed.reason for missed in step.report.of_kind("missed"))
+
+
+class Counting(Mixer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.register_buffer("hits", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.seen.append(ids.shape[1])
+        self.hits.add_(1)
+        return super().forward(ids)
+
+
+def test_what_is_ahead_of_a_part_that_fails_runs_once() -> None:
+    """The part runs as it is written, where it stands: what is ahead has written what it writes,
+    and stays captured."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        torch._dynamo.graph_break()
+        model.seen.append(0)
+        torch._dynamo.mark_static_address(torch.zeros(1))  # which Dynamo forbids
+        return -logps.mean()
+
+    model = Counting()
+    step = optimize(model, loss, QUIET)
+    for call, length in enumerate((6, 7, 8, 6), 1):
+        batch = make_batch(3, length)
+        assert_same(step(batch), loss(model, batch))
+        assert (int(model.hits), model.seen) == (2 * call, 2 * [length, 0])
+        model.seen.clear()
+    assert fused(step)
+    missed = [one.reason for one in step.report.of_kind("missed")]
+    assert ["run as written" in reason for reason in missed] == [True]

@@ -10,7 +10,8 @@ would end the graph at.
 ``hooks``    those that it registers              ``loops``    what is left of them at an end
 
 Each has ``REPLACED``, methods of Dynamo, and maybe ``HANDLERS``, instructions of Python that are
-traced otherwise; all are put back behind each capture.
+traced otherwise; all are put back behind each capture. Beside them ``behind`` runs as written what
+fails behind an end.
 """
 
 # mypy: disable-error-code="attr-defined, method-assign, no-untyped-call"
