@@ -74,6 +74,7 @@ DYNAMO_LOG = torch._dynamo.convert_frame.log  # of a function's captures
 TooOftenError = torch._dynamo.exc.FailOnRecompileLimitHit  # a function was captured so often already
 compile_counters = torch._dynamo.utils.counters  # ["frames"]["total"]: functions that capture was tried on
 COMPILES = torch._dynamo.convert_frame.__name__  # the module that every compilation runs through
+made_by_dynamo: Any = torch._dynamo.convert_frame.output_codes  # code that runs graphs, and what is around them
 dynamo_config: Any = torch._dynamo.config
 as_written = torch._dynamo.eval_frame.innermost_fn  # a function without what torch.compile put around it
 reset_code = torch._C._dynamo.eval_frame.reset_code  # forgets what was compiled of a function, which Dynamo keeps for ever

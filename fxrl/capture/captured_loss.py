@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
 from traceback import FrameSummary
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -44,6 +44,7 @@ from fxrl.capture._torch import (
     in_dispatch_mode,
     keeps_by_op,
     leave_transforms,
+    made_by_dynamo,
     method_replaced,
     outside_of_checkpoint,
     reset_code,
@@ -63,6 +64,7 @@ from fxrl.capture.dynamic import mark_batch, mark_inside, sizes_of
 from fxrl.capture.gradient_hooks import hung
 from fxrl.capture.held_models import models_held, names_held
 from fxrl.capture.repeated import RepeatedLayers
+from fxrl.capture.retries import Wait, may_pass
 from fxrl.capture.scoped_hooks import Takeover, install_collectors, without_collectors
 from fxrl.errors import FxrlError
 from fxrl.ir.capture_record import plan_of
@@ -101,6 +103,7 @@ _ANEW_CURE = (
     "ahead of the step, or pad batches to a few sizes"
 )
 _FOLLOWED = "a branch on a tensor's value is captured the way that it goes"
+_GRAPH = "<eval_with_key>"  # how torch.fx names the file that a graph's code would be in
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -141,9 +144,10 @@ class CapturedLoss:
         self._weak_backend = weak_backend
         self.compiled: dict[Any, Callable[[Any], Any]] = {}
         self._parts: dict[Any, Callable[..., Any]] = {}  # captured by themselves, likewise
-        self._way: dict[Any, int] = {}  # of the kinds of batches that the first way failed at
-        # By kind of batches the functions behind a break that failed.
-        self._behind: dict[Any, set[types.CodeType]] = {}
+        # Of the kinds of batches that the first way failed at, and until when.
+        self._way: dict[Any, tuple[int, Wait]] = {}
+        # By kind of batches the functions behind a break that failed, likewise.
+        self._behind: dict[Any, dict[types.CodeType, Wait]] = {}
         self._takeover = Takeover(model)
         self._repeated = RepeatedLayers(model, partial(models_held, loss_fn))
         self._variation = Variation()
@@ -156,7 +160,11 @@ class CapturedLoss:
     def report(self) -> Report:
         """What was taken over, what was lost, and every remark of the captured graphs."""
         captured = tuple(r for one in self._backend.captures for r in one.report.remarks)
-        return self._takeover.report + self.losses + Report(captured)
+        waits = [wait for _, wait in self._way.values()]
+        waits += [wait for found in self._behind.values() for wait in found.values()]
+        past = {wait.told for wait in waits} - {one.told for one in waits if not one.is_over}
+        losses = Report.of(said for said in self.losses.remarks if said not in past)
+        return self._takeover.report + losses + Report(captured)
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
@@ -182,6 +190,7 @@ class CapturedLoss:
     def _first_that_works(self, batch: Any) -> Any:
         way = first = self._first_way(batch)
         failure: Exception | None = None
+        ran = passes = False
         begin_anew = random_state()
         while way < _AS_WRITTEN:
             try:
@@ -193,10 +202,11 @@ class CapturedLoss:
                     self.__dict__.pop("_may_install", None)
                     way = first = self._first_way(batch)
                     continue
-                failure = failed.error
+                failure, passes, ran = failed.error, failed.passes, ran or failed.ran
                 if _too_often(failure):  # what was captured runs on, for the batches that it fits
                     return self._as_written_beside(failure, batch)
-                way = self._next_way(way, failure)
+                # It is tried again, where another way may succeed and be kept although it is worse.
+                way = _AS_WRITTEN if passes else self._next_way(way, failure)
             except CannotBeginAnewError:
                 begin_anew()
                 for branches in self._branches[way:]:
@@ -214,9 +224,10 @@ class CapturedLoss:
             # raises what the user's code raises, from its own line
             result = self._loss_fn(self._model, batch)
         if way != first:
-            self._way[_kind(batch)] = way
-        if failure is not None:
-            self._note_failure(failure, way)
+            told = None if failure is None else self._note_failure(failure, way, ran=ran)
+            _, wait = self._way.get(kind := _kind(batch), (way, Wait()))
+            wait.begin(told, for_ever=not passes)
+            self._way[kind] = way, wait
             # It has this frame and the callers', whose losses would wait for the collector.
             del failure
         return result
@@ -239,9 +250,9 @@ class CapturedLoss:
         return self._loss_fn(self._model, batch)
 
     def _first_way(self, batch: Any) -> int:
-        way = self._way.get(_kind(batch), _LAYERS_ONCE) if self._way else _LAYERS_ONCE
-        if way != _LAYERS_ONCE:
-            return way
+        known = self._way.get(_kind(batch)) if self._way else None
+        if known is not None and not known[1].is_over_now():
+            return known[0]
         self._repeated.refresh()
         # Nothing breaks in one graph, nor are hooks installed that only its failure tells of.
         return _LAYERS_ONCE if self._repeated or self._may_install else _WHOLE
@@ -280,7 +291,8 @@ class CapturedLoss:
         layers = self._repeated.traced() if once else nullcontext()
         # It would say at each call that no more is captured.
         log = swapped(DYNAMO_LOG, disabled=True) if self._full else nullcontext()
-        behind = self._behind.get(_kind(batch), ()) if self._behind else ()
+        known = self._behind.get(_kind(batch), {}) if self._behind else {}
+        behind = [one for one, wait in known.items() if not wait.is_over_now()]
         with (
             dynamo_settings(_WAYS[way] | {_CACHE: not self._varies}),
             self._variation.accounted(),
@@ -301,7 +313,9 @@ class CapturedLoss:
                 leave_transforms()
                 if _skipped() > skipped:  # of a batch that is none, but the next one may be
                     try_again(code)
-                self._raise(error, before, bool(compilations))
+                if self._is_the_losss(error, bool(compilations)):
+                    raise
+                raise self._failed(error, before) from None
         for one in captures[before:]:
             forget_inputs(one.dynamo)
         self._leave_behind(lost, batch)
@@ -315,19 +329,26 @@ class CapturedLoss:
             self._note_skipped()
         return result
 
-    def _raise(self, error: Exception, before: int, compiled: bool) -> NoReturn:
-        """Raise what a call has failed with, as what is done about it."""
-        cause = _cause(error)
-        if isinstance(cause, FxrlError):
-            raise cause from None  # its text is all that a user needs
+    def _is_the_losss(self, error: Exception, compiled: bool) -> bool:
+        """Whether what a call has raised is the loss's own, and no matter of its capture."""
+        if isinstance(_cause(error), FxrlError):
+            return False
         tried = compiled and not self._backend.only_explain
-        failed = _while_compiling(error) or tried
-        if isinstance(error, torch.OutOfMemoryError) or not failed:
-            raise error
-        del self._backend.captures[before:]
-        raise (
-            cause if isinstance(cause, CannotBeginAnewError) else _CaptureFailedError(error)
-        ) from None
+        outside = not (tried or _while_compiling(error))
+        return outside or isinstance(error, torch.OutOfMemoryError)
+
+    def _failed(self, error: Exception, before: int) -> Exception:
+        """What is raised for an error of a capture; nothing here holds it, as it has all frames."""
+        if isinstance(_cause(error), FxrlError):
+            return _cause(error)  # its text is all that a user needs
+        capturing = _while_compiling(error)
+        # Code of the user's between two graphs may do better next time, which then run again.
+        passes = may_pass(error) or not (capturing or _in_captured_code(error))
+        if not passes:
+            del self._backend.captures[before:]
+        if isinstance(_cause(error), CannotBeginAnewError):
+            return _cause(error)
+        return _CaptureFailedError(error, ran=not capturing, passes=passes)
 
     def _is_raised(self, failure: Exception) -> bool:
         """Whether the call ends where a function behind a break fails so."""
@@ -339,8 +360,9 @@ class CapturedLoss:
         while failed:
             code, failure = failed.pop(0)
             self._full |= _too_often(failure)
-            self._behind.setdefault(_kind(batch), set()).add(code)
-            self._note_failure(failure, _AS_WRITTEN, behind=True)
+            told = self._note_failure(failure, _AS_WRITTEN, behind=True)
+            wait = self._behind.setdefault(_kind(batch), {}).setdefault(code, Wait())
+            wait.begin(told, for_ever=not may_pass(failure))
 
     def _compile(self, once: bool) -> Callable[[Any], Any]:
         for reason in self._repeated.apart:
@@ -425,7 +447,9 @@ class CapturedLoss:
         code = getattr(inspect.unwrap(self._loss_fn), "__code__", None)
         return [FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
 
-    def _note_failure(self, failure: Exception, way: int, *, behind: bool = False) -> None:
+    def _note_failure(
+        self, failure: Exception, way: int, *, behind: bool = False, ran: bool = False
+    ) -> Remark | None:
         source, code = place_of(getattr(failure, "real_stack", None) or ())
         source = source or source_of_trace(str(failure)) or place_of(self._own_place())[0]
         cause = _cause(failure)
@@ -440,20 +464,20 @@ class CapturedLoss:
         cure = _ANEW_CURE if often else cure
         if way == _WHOLE:
             reason = f"equal layers are captured one by one, which takes longer ({why})"
-            if self._repeated:
-                self._note(RemarkKind.ANALYSIS, source, reason)
-        elif way < _AS_WRITTEN:
+            return self._note(RemarkKind.ANALYSIS, source, reason) if self._repeated else None
+        if way < _AS_WRITTEN:
             reason = f"captured in parts, which end where numbers are read off tensors ({what})"
-            self._note(RemarkKind.ANALYSIS, source, reason)
-        else:
-            which = "what goes on behind a break is " if behind else ""
-            reason = f"{which}not captured, run as written ({what})"
-            self._note(RemarkKind.MISSED, source, reason, cure)
+            return self._note(RemarkKind.ANALYSIS, source, reason)
+        which = "what goes on behind a break is " if behind else ""
+        again = "; what is ahead of it ran twice in that call" if ran else ""
+        reason = f"{which}not captured, run as written ({what}){again}"
+        return self._note(RemarkKind.MISSED, source, reason, cure)
 
-    def _note(self, kind: RemarkKind, source: str, reason: str, cure: str = "") -> None:
+    def _note(self, kind: RemarkKind, source: str, reason: str, cure: str = "") -> Remark:
         remark = Remark(kind, "capture", "loss", source, reason, cure)
         if remark not in self.losses.remarks:
             self.losses += Report((remark,))
+        return remark
 
 
 def _never_captured() -> tuple[str, str] | None:
@@ -476,9 +500,16 @@ def _holds_a_tensor(leaf: Any) -> bool:
 
 
 class _CaptureFailedError(Exception):
-    def __init__(self, error: Exception) -> None:
+    """A compilation has failed, or the first run of its result.
+
+    Attributes:
+        ran: what is ahead of the failure has run, and will again where the call begins anew.
+        passes: a later call may do better.
+    """
+
+    def __init__(self, error: Exception, *, ran: bool, passes: bool) -> None:
         super().__init__()
-        self.error = error
+        self.error, self.ran, self.passes = error, ran, passes
 
 
 def _skipped() -> int:
@@ -492,6 +523,13 @@ def _while_compiling(error: Exception) -> bool:
     known = isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode))
     frames = traceback.walk_tb(error.__traceback__)
     return known or any(frame.f_globals.get("__name__") == COMPILES for frame, _ in frames)
+
+
+def _in_captured_code(error: Exception) -> bool:
+    """Whether a graph raised it, or code that Dynamo made around one: no code of the user's."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    of_graph = any(code.co_filename.startswith(_GRAPH) for code in codes)
+    return of_graph or any(code in made_by_dynamo for code in codes[-1:])
 
 
 def _cause(error: Exception) -> Exception:

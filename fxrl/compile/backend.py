@@ -22,6 +22,7 @@ from fxrl.capture._torch import RestartAnalysis, enable_python_dispatcher
 from fxrl.capture.branches import CannotBeginAnewError, follows_branches, talks_to_ranks
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.lower import lower
+from fxrl.capture.retries import may_pass
 from fxrl.capture.shared_bodies import share_bodies
 from fxrl.compile._torch import without_autocast
 from fxrl.compile.bodies.inductor import InductorOptions
@@ -136,6 +137,8 @@ class Backend:
         except (FxrlError, RestartAnalysis):  # which wants a number written in: asked again
             raise
         except Exception as error:
+            if may_pass(error):
+                raise
             why = f"the rewritten graph could not be compiled: {first_line(error)}"
             self._fall_back(capture, Refusal(why))
             return as_written(gm)
@@ -153,6 +156,8 @@ class Backend:
         try:
             lowered = self._lowered(capture.dynamo)
         except Exception as error:
+            if may_pass(error):
+                raise
             refusal = error if isinstance(error, Refusal) else Refusal(first_line(error))
             refusal.reason = f"the graph could not be lowered: {refusal.reason}"
             self._fall_back(capture, refusal, source_of_trace(str(error)))  # fx tells the node's
@@ -229,6 +234,8 @@ class Backend:
             except FxrlError:
                 raise
             except Exception as error:
+                if may_pass(error):
+                    raise
                 why = "no plan was made, every layer does what it does by itself"
                 capture.note(RemarkKind.MISSED, "plan", f"{why}: {first_line(error)}")
                 capture.planner = None
