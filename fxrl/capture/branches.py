@@ -10,7 +10,8 @@ followed likewise, for one count of rows: at first for all that there may be; an
 NOTE [Why a call may begin anew]: nothing has happened by then that anybody could see. Only branches
 of the loss's first graph are followed; that graph is functional once it is rewritten, so buffers
 are written when all of it has run, and Python's objects after that. The random generators are put
-back. A graph that runs as it was written, or talks to other ranks, has no such branch in it.
+back, and what bodies have written that are checkpointed. A graph that runs as it was written, or
+talks to other ranks, has no such branch in it.
 """
 
 from __future__ import annotations
@@ -141,6 +142,11 @@ class CannotBeginAnewError(Exception):
 def follows_branches(gm: fx.GraphModule) -> bool:
     """Whether a call of this graph may end at a branch."""
     return any(n.target in (counted_rows, counted_rounds) or _is_branch(n) for n in _calls(gm))
+
+
+def has_checks(gm: fx.GraphModule) -> bool:
+    """Whether it may end at a branch or where code would raise."""
+    return any(n.target in (check, counted_rows, counted_rounds) for n in _calls(gm))
 
 
 def _is_branch(call: fx.Node) -> bool:

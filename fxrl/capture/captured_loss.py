@@ -236,6 +236,8 @@ class CapturedLoss:
         """The call as the loss is written: its own error if it lets one out, else a miss."""
         result = self._loss_fn(self._model, batch)
         reason = "a check failed, and the loss goes on: a call like this is run as written"
+        if any(one.graph_breaks for one in self._backend.captures):
+            reason += "; what graphs that end ahead of the check write is written twice"
         cure = "leave such batches out, those with empty sequences too, or do without the check"
         self._note(RemarkKind.MISSED, failed.source, reason, cure)
         return result

@@ -19,7 +19,12 @@ from torch import fx
 from fxrl import kernels
 from fxrl.capture._dynamo import is_first_graph, owner_of_graph
 from fxrl.capture._torch import RestartAnalysis, enable_python_dispatcher
-from fxrl.capture.branches import CannotBeginAnewError, follows_branches, talks_to_ranks
+from fxrl.capture.branches import (
+    CannotBeginAnewError,
+    follows_branches,
+    has_checks,
+    talks_to_ranks,
+)
 from fxrl.capture.breaks import SizesFromDataError, break_of, break_remarks
 from fxrl.capture.lower import lower
 from fxrl.capture.retries import may_pass
@@ -35,7 +40,7 @@ from fxrl.compile.planning import Batch, Planner, batches_of
 from fxrl.compile.region_costs import known_profiles, shares_seen
 from fxrl.config import Config
 from fxrl.errors import FxrlError, PlanError, did_you_mean, first_line
-from fxrl.ir.bodies import CHECKPOINT, body_of, clone, written_inputs
+from fxrl.ir.bodies import CHECKPOINT, body_of, clone, modules_of, written_inputs
 from fxrl.ir.capture_record import Capture
 from fxrl.ir.derived import DerivedInputs, derived_inputs
 from fxrl.ir.graph import IS_PART, gpu_of, has_hint, hint, tensor_val
@@ -125,7 +130,7 @@ class Backend:
         self.judge(capture.report)
         # Also where no pass won anything: a checkpointed call would run as Dynamo's stand-in, which
         # recomputes nothing, and a branch can be followed in a functional graph alone.
-        must = calls_higher_order(capture.dynamo) or follows_branches(gm)
+        must = calls_higher_order(capture.dynamo) or has_checks(gm)
         wanted = self.always_rewritten or must or capture.report.of_kind(RemarkKind.APPLIED)
         if self.only_explain or not wanted:
             return as_written(gm)
@@ -145,7 +150,12 @@ class Backend:
         capture.running = True
         assert capture.lowered is not None
         written = written_inputs(capture.lowered)
-        return Guarded(run, gm, written, lambda why: self._fall_back(capture, Refusal(why))).first
+        early = written if any(map(written_inputs, modules_of(capture.lowered)[1:])) else ()
+
+        def fall_back(why: str) -> None:
+            self._fall_back(capture, Refusal(why))
+
+        return Guarded(run, gm, written, early, fall_back).first
 
     def _rewrite(self, capture: Capture, inputs: Sequence[Any]) -> fx.GraphModule | None:
         """The graph after lowering and all passes; None when it must run as it is.

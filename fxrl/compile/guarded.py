@@ -9,7 +9,12 @@ import torch
 from torch import fx
 
 from fxrl.capture._torch import storage_of
-from fxrl.capture.branches import CannotBeginAnewError, follows_branches, random_state
+from fxrl.capture.branches import (
+    CannotBeginAnewError,
+    follows_branches,
+    has_checks,
+    random_state,
+)
 from fxrl.capture.checks import CheckFailedError
 from fxrl.capture.writes import undone
 from fxrl.compile.outer import restore_checkpoints
@@ -30,24 +35,33 @@ class Guarded:
         run: Run,
         gm: fx.GraphModule,
         written: Collection[int],
+        early: Collection[int],
         fall_back: Callable[[str], None],
     ) -> None:
+        """``written``: inputs that the graph writes into; ``early``: those ahead of its end."""
         self._run, self._gm, self._fall_back = run, gm, fall_back
         self._tried, self._follows, self._written = False, follows_branches(gm), written
+        self._early, self._checked = early, has_checks(gm)
 
     def first(self, *args: Any) -> Any:
         if self._written and _shared(args, self._written):
             self._run, self._written = as_written(self._gm), ()
             self._fall_back("a tensor that is written into shares its memory with another one")
-        if self._tried and not self._follows:
+        may_end = self._follows or (self._checked and self._early)
+        if self._tried and not may_end:
             return self._run(*args)
-        random = random_state()
+        random, written = random_state(), [args[at] for at in self._early]
+        before = [tensor.detach().clone() for tensor in written]
         try:
             result = self._run(*args)
-        except (FxrlError, torch.OutOfMemoryError, CheckFailedError):
+        except CheckFailedError:
+            _put_back(written, before)
+            raise
+        except (FxrlError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             random()
+            _put_back(written, before)
             if self._follows:
                 self._check(*args)
                 random()
@@ -74,6 +88,13 @@ class Guarded:
             raise
         except Exception:  # what failed is no matter of a check
             return
+
+
+def _put_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """What was written ahead of where a call ended, which begins anew."""
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
 
 
 def _shared(args: Sequence[Any], written: Collection[int]) -> bool:

@@ -64,7 +64,7 @@ def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
         _keep_what_is_saved(module.graph)
         relax_views(module.graph)
     restore_checkpoints(gm)
-    if calls_higher_order(gm):
+    if calls_higher_order(gm) and not _writes_again(gm):
         return _with_sums(gm, compile_by_aot(gm, examples, {}))
     return _with_sums(gm, _without_autocast(gm))
 
@@ -114,6 +114,13 @@ def calls_higher_order(gm: fx.GraphModule) -> bool:
     """Whether an op of the graph has a graph for a body; fxrl's own calls of layers apart."""
     own = (node.target for node in gm.graph.nodes if node.target is not CALL_LAYER)
     return any(isinstance(target, HigherOrderOperator) for target in own)
+
+
+def _writes_again(gm: fx.GraphModule) -> bool:
+    """Whether a backward writes, as it runs a checkpointed body again: of such a run AOTAutograd
+    traces the values alone. Higher-order ops run under eager autograd, too; some trace their
+    gradient at each call."""
+    return any(_WRITES in one.meta for one in gm.modules() if isinstance(one, fx.GraphModule))
 
 
 def _with_sums(gm: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:

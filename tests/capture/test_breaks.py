@@ -1078,3 +1078,26 @@ def test_what_is_ahead_of_a_part_that_fails_runs_once() -> None:
     assert fused(step)
     missed = [one.reason for one in step.report.of_kind("missed")]
     assert ["run as written" in reason for reason in missed] == [True]
+
+
+def test_a_check_behind_a_break_tells_what_is_written_twice() -> None:
+    """The call begins anew, as the loss is written, and cannot take back what Python has done."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        torch._dynamo.graph_break()
+        try:
+            if logps.mean() < batch["least"]:
+                raise ValueError
+        except ValueError:
+            return -logps.sum()
+        return -logps.mean()
+
+    model, batch = make_model(), fixed(make_batch())
+    step = optimize(model, loss, QUIET)
+    for least, told in ((-100.0, 0), (100.0, 1)):
+        batch["least"] = torch.tensor(least)
+        assert_same(step(batch), loss(model, batch))
+        missed = [one for one in step.report.of_kind("missed") if "a check failed" in one.reason]
+        assert len(missed) == told
+    assert missed[0].reason.endswith("written twice")

@@ -132,12 +132,25 @@ class Counting(Block):
         return super().mlp(x) + self.running
 
 
+class Averaging(Block):
+    """Writes into a tensor, and captures as one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running", torch.zeros(8))
+
+    def mlp(self, x):
+        with torch.no_grad():
+            self.running.lerp_(x.mean((0, 1)), 0.1)
+        return super().mlp(x) + self.running
+
+
 class CountingModel(nn.Module):
-    def __init__(self, whole):
+    def __init__(self, whole, layer=Counting):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(64, 8)
-        self.layers = nn.ModuleList(Counting() for _ in range(3))
+        self.layers = nn.ModuleList(layer() for _ in range(3))
         self.head = nn.Linear(8, 64, bias=False)
         self.whole = whole
         self.double()
@@ -162,6 +175,48 @@ def test_what_a_checkpointed_body_writes_is_written_as_often_as_in_eager(whole, 
     for _ in range(2):
         step(batch).backward()
         loss_fn(eager, batch).backward()
+        for found, wanted in zip(model.buffers(), eager.buffers(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=1e-10)
+
+
+def with_a_graph_inside(model, batch):
+    """Which AOTAutograd traces elsewhere, and of a body that runs again the values alone."""
+    loss = loss_fn(model, batch)
+    return torch.cond(loss > 0, lambda x: x * 2, lambda x: x * 3, (loss,))
+
+
+def with_a_branch(model, batch):
+    """At which a call begins anew."""
+    loss = loss_fn(model, batch)
+    if loss > batch["least"]:
+        return loss * 2
+    return loss
+
+
+def with_a_check(model, batch):
+    """Behind which the call is run as it is written."""
+    loss = loss_fn(model, batch)
+    try:
+        if loss > batch["least"]:
+            raise ValueError(f"a loss of {loss}")
+    except ValueError:
+        return loss * 2
+    return loss
+
+
+@pytest.mark.parametrize("passes", [None, ()], ids=["ops", "as written"])
+@pytest.mark.parametrize("loss", [with_a_graph_inside, with_a_branch, with_a_check])
+def test_a_call_that_begins_anew_writes_once(loss, passes):
+    model, eager = CountingModel(False, Averaging), CountingModel(False, Averaging)
+    config = fxrl.Config(compile_regions=False, min_saved_bytes=0, passes=passes, on_miss="ignore")
+    step = fxrl.optimize(model, loss, config)
+    batch = {"ids": torch.randint(64, (3, 5)), "y": torch.randint(64, (3, 5))}
+    for least in (0.0, 100.0, 0.0):
+        batch["least"] = torch.tensor(least)
+        step(batch).backward()
+        loss(eager, batch).backward()
         for found, wanted in zip(model.buffers(), eager.buffers(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
