@@ -317,7 +317,7 @@ class CapturedLoss:
                     try_again(code)
                 if self._is_the_losss(error, bool(compilations)):
                     raise
-                raise self._failed(error, before) from None
+                raise self._failed(error, before, lost) from None
         for one in captures[before:]:
             forget_inputs(one.dynamo)
         self._leave_behind(lost, batch)
@@ -339,8 +339,10 @@ class CapturedLoss:
         outside = not (tried or _while_compiling(error))
         return outside or isinstance(error, torch.OutOfMemoryError)
 
-    def _failed(self, error: Exception, before: int) -> Exception:
+    def _failed(self, error: Exception, before: int, lost: list[Any]) -> Exception:
         """What is raised for an error of a capture; nothing here holds it, as it has all frames."""
+        ran = bool(lost) or not _while_compiling(error)
+        lost.clear()
         if isinstance(_cause(error), FxrlError):
             return _cause(error)  # its text is all that a user needs
         capturing = _while_compiling(error)
@@ -350,11 +352,12 @@ class CapturedLoss:
             del self._backend.captures[before:]
         if isinstance(_cause(error), CannotBeginAnewError):
             return _cause(error)
-        return _CaptureFailedError(error, ran=not capturing, passes=passes)
+        return _CaptureFailedError(error, ran=ran, passes=passes)
 
     def _is_raised(self, failure: Exception) -> bool:
-        """Whether the call ends where a function behind a break fails so."""
-        return self._backend.only_explain or isinstance(_cause(failure), FxrlError)
+        """Whether the call ends where a function behind a break fails so; a refusal is of all."""
+        refused = isinstance(failure.__cause__ or failure.__context__, Refusal)
+        return refused or self._backend.only_explain or isinstance(_cause(failure), FxrlError)
 
     def _leave_behind(self, failed: list[Any], batch: Any) -> None:
         """Functions behind a break run as they are written from now on, as they did in this call,

@@ -27,6 +27,7 @@ from tests.capture.mixer import (
     make_batch,
     make_model,
     policy_loss,
+    token_logps,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -267,6 +268,24 @@ def test_a_loss_that_differentiates_its_gradient_is_run_as_written(name: str) ->
     (missed,) = step.report.of_kind("missed")
     assert "run as written (the loss differentiates its gradient again" in missed.reason
     assert "in a step of its own" in missed.cure
+
+
+def test_a_gradient_that_is_differentiated_behind_a_break_is_of_all_of_the_loss() -> None:
+    """What is ahead is rewritten by then, and has no second derivative: it runs again, and that is
+    told."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        torch._dynamo.graph_break()
+        (gradient,) = torch.autograd.grad(logps.mean(), [model.mix.weight], create_graph=True)
+        return gradient.square().sum() - logps.mean()
+
+    model, batch = make_model(), fixed(make_batch())
+    step = optimize(model, loss, QUIET)
+    for _ in range(2):
+        assert_matches_eager(step, loss, model, batch)
+    (missed,) = step.report.of_kind("missed")
+    assert missed.reason.endswith("what is ahead of it ran twice in that call")
 
 
 class OneOfTwo(torch.autograd.Function):

@@ -40,7 +40,7 @@ def as_written_behind(
         otherwise: settings of Dynamo to try a function with that has failed, if there are some.
 
     Yields:
-        What runs as it is written, and why.
+        What runs as it is written, and why; what is raised, too.
     """
     failed: list[tuple[CodeType, Exception]] = []
 
@@ -51,11 +51,13 @@ def as_written_behind(
                 with dynamo_settings(tried):
                     return _convert(self, frame, *args, **kwargs)
             except Exception as error:
-                if frame.f_code is root or is_raised(error):
+                if frame.f_code is root:
                     raise
                 more = otherwise(error)
                 if more is None or more in settings:
                     failed.append((frame.f_code, error))
+                    if is_raised(error):
+                        raise
                 else:
                     settings.append(more)
         return ConvertFrameReturn(_AS_WRITTEN, apply_to_code=False)
