@@ -284,7 +284,6 @@ class CapturedLoss:
         generation = self._repeated.generation if once else 0
         branches = self._branches[way]
         key = self._key = global_hooks(), way, generation, branches.variant
-        self._sizes = sizes_of(batch)  # which what is captured alone has, too
         if new := key not in self.compiled:
             self.compiled[key] = self._compile(once)
         code = inspect.unwrap(self.compiled[key]).__code__
@@ -295,6 +294,10 @@ class CapturedLoss:
         log = swapped(DYNAMO_LOG, disabled=True) if self._full else nullcontext()
         known = self._behind.get(_kind(batch), {}) if self._behind else {}
         behind = [one for one, wait in known.items() if not wait.is_over_now()]
+
+        def mark(given: Mapping[str, Any]) -> None:  # what goes on behind a break has its sizes
+            mark_inside(sizes_of(batch), given)
+
         with (
             dynamo_settings(_WAYS[way] | {_CACHE: not self._varies}),
             self._variation.accounted(),
@@ -302,7 +305,7 @@ class CapturedLoss:
             plain_python_is_traced(code, branches),
             compiles_undisturbed() as compilations,
             breaks_inside() as breaks,
-            as_written_behind(code, behind, self._is_raised, _settings_behind) as lost,
+            as_written_behind(code, behind, mark, self._is_raised, _settings_behind) as lost,
             log,
         ):
             try:
@@ -389,7 +392,6 @@ class CapturedLoss:
         if key not in self._parts:
             part = _checkpointed(function) if checkpointed else function
             self._parts[key] = self._compiled(part, function.__name__)
-        mark_inside(self._sizes, args)
         with swapped(self._backend, alone=True), ExitStack() as stack:
             if checkpointed:
                 stack.enter_context(outside_of_checkpoint())

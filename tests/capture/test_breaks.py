@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1101,3 +1102,19 @@ def test_a_check_behind_a_break_tells_what_is_written_twice() -> None:
         missed = [one for one in step.report.of_kind("missed") if "a check failed" in one.reason]
         assert len(missed) == told
     assert missed[0].reason.endswith("written twice")
+
+
+def test_what_goes_on_behind_a_break_is_captured_once_for_all_sizes() -> None:
+    """Also of what code between graphs has computed, and of what an object holds."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        held = SimpleNamespace(logits=model(batch["ids"]))
+        torch._dynamo.graph_break()
+        logps = token_logps(held.logits, batch["ids"])
+        return -(logps * batch["mask"] * batch["adv"]).sum()
+
+    model = make_model()
+    step = optimize(model, loss, QUIET)
+    for rows, length in ((3, 7), (2, 9), (4, 12)):
+        assert_matches_eager(step, loss, model, make_batch(rows, length))
+    assert captures(step) == 2

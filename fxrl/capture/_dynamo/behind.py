@@ -27,6 +27,7 @@ _AS_WRITTEN = FrameExecStrategy(FrameAction.RUN_ONLY, FrameAction.DEFAULT)
 def as_written_behind(
     root: CodeType,
     known: Iterable[CodeType],
+    look: Callable[[Mapping[str, Any]], None],
     is_raised: Callable[[Exception], bool],
     otherwise: Callable[[Exception], Mapping[str, Any] | None],
 ) -> Iterator[list[tuple[CodeType, Exception]]]:
@@ -36,6 +37,7 @@ def as_written_behind(
     Args:
         root: the code of that one.
         known: what is not captured any more; what was captured of it runs on.
+        look: is given the arguments of each other one ahead of its capture.
         is_raised: of which failures this is not so.
         otherwise: settings of Dynamo to try a function with that has failed, if there are some.
 
@@ -46,6 +48,8 @@ def as_written_behind(
 
     def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         settings: list[Mapping[str, Any]] = [{}]
+        if frame.f_code is not root:
+            look(frame.f_locals)
         for tried in settings:  # which grows
             try:
                 with dynamo_settings(tried):
