@@ -320,7 +320,7 @@ class CapturedLoss:
                     try_again(code)
                 if self._is_the_losss(error, bool(compilations)):
                     raise
-                raise self._failed(error, before, lost) from None
+                raise self._failed(error, before, behind=bool(lost)) from None
         for one in captures[before:]:
             forget_inputs(one.dynamo)
         self._leave_behind(lost, batch)
@@ -342,10 +342,8 @@ class CapturedLoss:
         outside = not (tried or _while_compiling(error))
         return outside or isinstance(error, torch.OutOfMemoryError)
 
-    def _failed(self, error: Exception, before: int, lost: list[Any]) -> Exception:
+    def _failed(self, error: Exception, before: int, *, behind: bool) -> Exception:
         """What is raised for an error of a capture; nothing here holds it, as it has all frames."""
-        ran = bool(lost) or not _while_compiling(error)
-        lost.clear()
         if isinstance(_cause(error), FxrlError):
             return _cause(error)  # its text is all that a user needs
         capturing = _while_compiling(error)
@@ -355,7 +353,7 @@ class CapturedLoss:
             del self._backend.captures[before:]
         if isinstance(_cause(error), CannotBeginAnewError):
             return _cause(error)
-        return _CaptureFailedError(error, ran=ran, passes=passes)
+        return _CaptureFailedError(error, ran=behind or not capturing, passes=passes)
 
     def _is_raised(self, failure: Exception) -> bool:
         """Whether the call ends where a function behind a break fails so; a refusal is of all."""

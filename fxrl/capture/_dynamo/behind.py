@@ -8,6 +8,7 @@ code for as Python does; here it does where it would have raised.
 # mypy: disable-error-code="attr-defined, no-untyped-call"
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
@@ -45,6 +46,7 @@ def as_written_behind(
         What runs as it is written, and why; what is raised, too.
     """
     failed: list[tuple[CodeType, Exception]] = []
+    thread = threading.get_ident()
 
     def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         settings: list[Mapping[str, Any]] = [{}]
@@ -55,7 +57,7 @@ def as_written_behind(
                 with dynamo_settings(tried):
                     return _convert(self, frame, *args, **kwargs)
             except Exception as error:
-                if frame.f_code is root:
+                if frame.f_code is root or threading.get_ident() != thread:  # of another compiler
                     raise
                 more = otherwise(error)
                 if more is None or more in settings:
@@ -72,6 +74,9 @@ def as_written_behind(
     try:
         with swapped(ConvertFrame, __call__=convert):
             yield failed
+    except BaseException:
+        failed.clear()  # errors have the frames that hold this
+        raise
     finally:
         for code in codes:  # other steps, and other compilers, may capture it
             try_again(code)
