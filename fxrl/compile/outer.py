@@ -9,7 +9,7 @@ for ``dump``, and compiles it where a higher-order op needs that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -264,10 +264,18 @@ def _partition(
     """
     tagged = any(node.meta.get("recompute") is not None for node in joint.graph.nodes)
     split = min_cut_rematerialization_partition if tagged else default_partition
-    result: tuple[fx.GraphModule, fx.GraphModule] = split(
-        joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-    )
-    return result
+    forward, backward = split(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    _leave_checks(backward, {node.name for node in forward.graph.nodes})
+    return forward, backward
+
+
+def _leave_checks(backward: fx.GraphModule, made: Container[str]) -> None:
+    """Take out of a backward what nobody reads and the forward has done: a check, which is taken
+    for both, and with it the random numbers that it is about, which would be drawn anew."""
+    for node in reversed(backward.graph.nodes):
+        if node.op == "call_function" and not node.users and node.name in made:
+            backward.graph.erase_node(node)
+    backward.recompile()
 
 
 def aot_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:

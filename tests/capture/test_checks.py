@@ -246,3 +246,23 @@ def test_compiled_layers_that_check_stay_one_body():
         model.blocks[0].down.weight[0] = float("nan")
     with pytest.raises(ValueError, match="the input is not finite"):
         step(batch)
+
+
+def test_a_check_is_made_once_where_autograd_is_traced() -> None:
+    """As where a hook is in the graph: in the backward it would draw anew what it is about."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        logps = logps + torch.randn_like(logps)
+        if not torch.isfinite(logps).all():
+            raise ValueError("not finite")
+        logps.register_hook(lambda grad: grad * 1.5)
+        return logps.mean()
+
+    model, batch = make_model(), make_batch()
+    drawn = []
+    for step in (optimize(model, loss, QUIET), partial(loss, model)):
+        torch.manual_seed(0)
+        step(batch).backward()
+        drawn.append(torch.rand(1))
+    assert drawn[0] == drawn[1]
