@@ -49,16 +49,15 @@ def as_written_behind(
     thread = threading.get_ident()
 
     def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code is root or threading.get_ident() != thread:  # of another compiler
+            return _convert(self, frame, *args, **kwargs)
+        look(frame.f_locals)
         settings: list[Mapping[str, Any]] = [{}]
-        if frame.f_code is not root:
-            look(frame.f_locals)
         for tried in settings:  # which grows
             try:
                 with dynamo_settings(tried):
                     return _convert(self, frame, *args, **kwargs)
             except Exception as error:
-                if frame.f_code is root or threading.get_ident() != thread:  # of another compiler
-                    raise
                 more = otherwise(error)
                 if more is None or more in settings:
                     failed.append((frame.f_code, error))
