@@ -41,12 +41,7 @@ from fxrl.ops.linear_logprob.arguments import (
     tensors,
 )
 from fxrl.ops.linear_logprob.checks import check_sizes, check_target
-from fxrl.ops.linear_logprob.matmul import (
-    add_product,
-    full_precision,
-    product_dtype,
-    slices,
-)
+from fxrl.ops.linear_logprob.matmul import add_product, exact_products, product_dtype, slices
 from fxrl.ops.linear_logprob.reference import Workspace, project_tile, row_statistics
 from fxrl.ops.out_of_memory import join, with_room
 
@@ -119,8 +114,7 @@ def _op(run: Keeping) -> Callable[..., tuple[Tensor, ...]]:
         arguments = _unpacked(positional)
         check_sizes(arguments.head)
         check_target(arguments.head)
-        device, dtype = arguments.head.hidden.device.type, arguments.head.hidden.dtype
-        with torch.autocast(device, enabled=False), full_precision(device, dtype):
+        with exact_products(arguments.head.hidden):
             values, *kept = run(arguments)
         return (*(values[name] for name in OUTPUTS), *kept)
 
@@ -179,8 +173,7 @@ def kept_backward(
     sums = factors.new_empty(scaled.shape if want_hidden else (0,))
     narrow, vocab = scaled.dtype == weight.dtype, weight.shape[0]
     picked = PICKED_BYTES // (live.shape[0] * scaled.element_size()) // _ALIGNED * _ALIGNED
-    exact = full_precision(hidden.device.type, hidden.dtype, narrow_result=True)
-    with torch.autocast(hidden.device.type, enabled=False), exact:
+    with exact_products(hidden, narrow_result=True):
         for entries in slices(vocab, vocab if whole and narrow else max(_ALIGNED, picked)):
             part = exponentials[:, entries]
             part = part if whole else pick(part, live)

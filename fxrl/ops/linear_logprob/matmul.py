@@ -61,6 +61,17 @@ def full_precision(
             _release(*setting)
 
 
+@contextmanager
+def exact_products(operand: Tensor, *, narrow_result: bool = False) -> Iterator[None]:
+    """Inside, no autocast changes products of such an operand; see ``full_precision``."""
+    device, dtype = operand.device.type, operand.dtype
+    with (
+        torch.autocast(device, enabled=False),
+        full_precision(device, dtype, narrow_result=narrow_result),
+    ):
+        yield
+
+
 _LOCK = threading.Lock()
 _HELD: dict[tuple[Any, str], tuple[int, Any]] = {}  # how many threads need it, and the user's value
 

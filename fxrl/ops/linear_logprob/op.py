@@ -81,7 +81,7 @@ from fxrl.ops.linear_logprob.checks import (
     check_target,
 )
 from fxrl.ops.linear_logprob.kept import Keeping, Pick, attach_keeping, keeping, may_keep
-from fxrl.ops.linear_logprob.matmul import full_precision, slices
+from fxrl.ops.linear_logprob.matmul import exact_products, slices
 from fxrl.ops.linear_logprob.reference import reference_backward, reference_forward
 from fxrl.ops.out_of_memory import join, with_room
 
@@ -200,8 +200,7 @@ def _forward_op(run: Forward) -> _Op:
         arguments = ForwardArguments.unpack(positional)
         check_sizes(arguments.head)
         check_target(arguments.head)
-        device, dtype = arguments.head.hidden.device.type, arguments.head.hidden.dtype
-        with torch.autocast(device, enabled=False), full_precision(device, dtype):
+        with exact_products(arguments.head.hidden):
             return run(arguments).pack()
 
     return op
@@ -210,9 +209,7 @@ def _forward_op(run: Forward) -> _Op:
 def _backward_op(run: Backward) -> _Op:
     def op(*positional: Any) -> tuple[Tensor, ...]:
         arguments = BackwardArguments.unpack(positional)
-        device, dtype = arguments.head.hidden.device.type, arguments.head.hidden.dtype
-        exact = full_precision(device, dtype, narrow_result=arguments.want_weight)
-        with torch.autocast(device, enabled=False), exact:
+        with exact_products(arguments.head.hidden, narrow_result=arguments.want_weight):
             return run(arguments).pack(arguments)
 
     return op
