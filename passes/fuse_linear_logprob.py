@@ -34,6 +34,7 @@ from fxrl.dtypes import wide_dtype
 from fxrl.ir.graph import (
     MATRIX_PRODUCTS,
     SHARDED_MM,
+    bound,
     hint,
     is_piecewise_product,
     last_input,
@@ -45,7 +46,12 @@ from fxrl.ir.graph import (
 from fxrl.ir.graph_pass import PassDoc
 from fxrl.ir.remark import Refusal
 from fxrl.ops.linear_logprob import OUTPUTS, LossHead
-from fxrl.ops.linear_logprob.arguments import joined_outputs, made_in_forward
+from fxrl.ops.linear_logprob.arguments import (
+    DIFFERENTIABLE,
+    joined_outputs,
+    made_in_forward,
+    parse_outputs,
+)
 from fxrl.ops.piecewise_head import PART, Held
 from fxrl.passes.chunk_vocab_region import HeadCluster, HeadPass
 
@@ -123,6 +129,15 @@ def recognise(site: HeadSite, program: RowProgram) -> FusedProgram:
         why = "its logits have a bias" if biased else "is multiplied by the other way round"
         raise Refusal(f"the head is read in pieces of its vocabulary, and {why}")
     return FusedProgram(program, algebra, roots)
+
+
+def differentiated_outputs(head: fx.Node) -> set[str]:
+    """The outputs of a fused head whose gradients are taken."""
+    given = bound(head)
+    if not any(map(needs_grad, head.all_input_nodes)):
+        return set()
+    names = given["outputs"] if given["grad_outputs"] is None else given["grad_outputs"]
+    return {*parse_outputs(names)} & {*DIFFERENTIABLE}
 
 
 class _Emission:

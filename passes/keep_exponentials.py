@@ -23,6 +23,7 @@ from fxrl.ir.graph import bound, hint, needs_grad, shape_of
 from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice, CutHead
 from fxrl.ir.remark import Refusal
+from fxrl.passes.fuse_linear_logprob import differentiated_outputs
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ def trained_heads(gm: fx.GraphModule) -> Iterator[Site]:
     for call in gm.graph.find_nodes(op="call_function", target=op):
         given = bound(call)
         others = needs_grad(given["bias"]) or needs_grad(given["temperature"])
-        names = given["outputs"] if given["grad_outputs"] is None else given["grad_outputs"]
-        alone = names == "logprob" and given["row_mask"] is None
+        alone = differentiated_outputs(call) == {"logprob"} and given["row_mask"] is None
         if alone and needs_grad(given["weight"]) and not others:
             yield Site(call, 0)

@@ -31,10 +31,11 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.region import Region, region_at
 from fxrl.kernels.hopper import plan as head_plan
-from fxrl.ops.linear_logprob.arguments import DIFFERENTIABLE, made_in_forward, parse_outputs
+from fxrl.ops.linear_logprob.arguments import made_in_forward
 from fxrl.ops.linear_logprob.kept import PICKED_BYTES, kept_itemsize
 from fxrl.ops.piecewise_head import online_bytes
 from fxrl.ops.sharded import WIDENED, Layout
+from fxrl.passes.fuse_linear_logprob import differentiated_outputs
 from fxrl.planner.chain import Option
 from fxrl.planner.cost import brought_bytes
 from fxrl.planner.eager_profile import CallCost, profile
@@ -180,7 +181,7 @@ class Outside:
         """A head whose gradient is made in the forward keeps a vector of the size of the hidden
         states for each output; another one keeps the states themselves, and its exponentials where
         it is told to."""
-        given, wanted = bound(node), _differentiated(node)
+        given, wanted = bound(node), differentiated_outputs(node)
         hidden = given["hidden"]
         piece = 0 if given.get("weight_scale") is None else WIDENED
         if _made_in_forward(node):
@@ -236,7 +237,7 @@ class Outside:
         *rows, width = map(measure, shape_of(given["hidden"]))
         entries = measure(given.get("vocab") or shape_of(given["weight"])[0]) * width
         products = reads = 1
-        if _differentiated(node):
+        if differentiated_outputs(node):
             again = not (_made_in_forward(node) or node in self._keeping)
             products, reads = 2 + again + needs_grad(given["weight"]), 1 + again
         return max(2 * products * prod(rows) * entries / target.product_flops, reads * brought)
@@ -273,17 +274,8 @@ def _table(lookup: fx.Node) -> Any:
     return lookup.args[1 if str(lookup.target) == HOST_ROWS else 0]
 
 
-def _differentiated(head: fx.Node) -> set[str]:
-    """The outputs of a loss head whose gradients are taken."""
-    given = bound(head)
-    if not any(map(needs_grad, head.all_input_nodes)):
-        return set()
-    names = given["outputs"] if given["grad_outputs"] is None else given["grad_outputs"]
-    return {*parse_outputs(names)} & {*DIFFERENTIABLE}
-
-
 def _made_in_forward(head: fx.Node) -> bool:
     """Whether a loss head's forward makes its gradients, too."""
     given = bound(head)
     trained = needs_grad(given["weight"]) or needs_grad(given["bias"])
-    return made_in_forward(trained, _differentiated(head))
+    return made_in_forward(trained, differentiated_outputs(head))

@@ -1,6 +1,7 @@
 """The loss head written out in plain PyTorch, with logits: what the fused op is judged against."""
 
 import torch
+from hypothesis import strategies as st
 
 DIFFERENTIABLE = ("logprob", "lse", "entropy", "sum_p2", "mean_logit")
 OUTPUTS = ("logprob", "lse", "entropy", "argmax_hit", "sum_p2", "mean_logit", "max_logit")
@@ -38,3 +39,20 @@ def random_head(num_rows, vocab, width, *, dtype=torch.float64, seed=0, device="
     weight = torch.randn(vocab, width, generator=gen, dtype=torch.float64)
     target = torch.randint(0, vocab, (num_rows,), generator=gen)
     return hidden.to(device, dtype), weight.to(device, dtype), target.to(device)
+
+
+def drawn_head(draw, *, most_entries):
+    """A float64 head and options of the op, by a hypothesis ``draw``, and a generator for more."""
+    num_rows, vocab = draw(st.integers(0, 9)), draw(st.integers(1, most_entries))
+    seed = draw(st.integers(0, 2**16))
+    made = random_head(num_rows, vocab, draw(st.integers(1, 5)), seed=seed)
+    gen = torch.Generator().manual_seed(seed + 1)
+    options = {
+        "scale": draw(st.sampled_from([1.0, 0.25, -1.5])),
+        "softcap": draw(st.sampled_from([0.0, 2.0])),
+    }
+    if draw(st.booleans()):
+        options["bias"] = torch.randn(vocab, generator=gen, dtype=torch.float64)
+    if (shape := draw(st.sampled_from([None, (), (1,), (num_rows,)]))) is not None:
+        options["temperature"] = 0.5 + torch.rand(shape, generator=gen, dtype=torch.float64)
+    return made, options, gen

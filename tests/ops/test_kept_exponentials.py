@@ -13,7 +13,7 @@ from fxrl.errors import FxrlError
 from fxrl.ops.linear_logprob import kept, linear_logprob
 
 sys.path.insert(0, str(Path(__file__).parent))
-from linear_logprob_reference import OUTPUTS, random_head, reference
+from linear_logprob_reference import OUTPUTS, drawn_head, random_head, reference
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 KEEPING = torch.ops.fxrl.linear_logprob_keeping.default
@@ -36,24 +36,16 @@ def called(run):
 
 @st.composite
 def problems(draw):
-    num_rows, vocab = draw(st.integers(0, 9)), draw(st.integers(1, 20))
-    seed = draw(st.integers(0, 2**16))
-    hidden, weight, target = random_head(num_rows, vocab, draw(st.integers(1, 5)), seed=seed)
-    gen = torch.Generator().manual_seed(seed + 1)
-    options = {
-        "scale": draw(st.sampled_from([1.0, 0.25, -1.5])),
-        "softcap": draw(st.sampled_from([0.0, 2.0])),
+    args, options, gen = drawn_head(draw, most_entries=20)
+    options |= {
         "chunk_tokens": draw(st.sampled_from([0, 1, 3])),
         "outputs": draw(st.lists(st.sampled_from(OUTPUTS), unique=True).map(with_logprob)),
         "grad_outputs": ["logprob"],
     }
-    if draw(st.booleans()):
-        options["bias"] = torch.randn(vocab, generator=gen, dtype=torch.float64)
-    if (shape := draw(st.sampled_from([None, (), (1,), (num_rows,)]))) is not None:
-        options["temperature"] = 0.5 + torch.rand(shape, generator=gen, dtype=torch.float64)
+    num_rows = len(args[2])
     upstream = torch.randn(num_rows, generator=gen, dtype=torch.float64)
     upstream *= torch.rand(num_rows, generator=gen) < draw(st.sampled_from([0.0, 0.5, 1.0]))
-    return (hidden, weight, target), options, upstream, draw(st.booleans()), draw(st.booleans())
+    return args, options, upstream, draw(st.booleans()), draw(st.booleans())
 
 
 def with_logprob(names):

@@ -13,27 +13,16 @@ from fxrl.errors import FxrlError
 from fxrl.ops.linear_logprob import LinearLogprobError, TargetError, linear_logprob
 
 sys.path.insert(0, str(Path(__file__).parent))
-from linear_logprob_reference import DIFFERENTIABLE, OUTPUTS, random_head, reference
+from linear_logprob_reference import DIFFERENTIABLE, OUTPUTS, drawn_head, random_head, reference
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 @st.composite
 def problems(draw):
-    num_rows, vocab = draw(st.integers(0, 9)), draw(st.integers(1, 12))
-    seed = draw(st.integers(0, 2**16))
-    hidden, weight, target = random_head(num_rows, vocab, draw(st.integers(1, 5)), seed=seed)
-    gen = torch.Generator().manual_seed(seed + 1)
-    options = {
-        "scale": draw(st.sampled_from([1.0, 0.25, -1.5])),
-        "softcap": draw(st.sampled_from([0.0, 2.0])),
-    }
+    (hidden, weight, target), options, gen = drawn_head(draw, most_entries=12)
     if draw(st.booleans()):
-        options["bias"] = torch.randn(vocab, generator=gen, dtype=torch.float64)
-    if (shape := draw(st.sampled_from([None, (), (1,), (num_rows,)]))) is not None:
-        options["temperature"] = 0.5 + torch.rand(shape, generator=gen, dtype=torch.float64)
-    if draw(st.booleans()):
-        mask = torch.rand(num_rows, generator=gen) < draw(st.sampled_from([0.0, 0.5, 0.9]))
+        mask = torch.rand(len(target), generator=gen) < draw(st.sampled_from([0.0, 0.5, 0.9]))
         options["row_mask"] = mask
         target = torch.where(mask, target, -100)
     tensors = [hidden, weight, *(options[k] for k in ("bias", "temperature") if k in options)]

@@ -205,10 +205,7 @@ def mend_product(
     of an update of 12 layers of Qwen3-8B's shape over 8,192 tokens. Without misfits a program ends
     when it has read its rows' flags.
     """
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    live = row < rows
-    base = tl.load(combined + 9 * pitch + row, mask=live, other=float("inf"))
-    wrong = base != float("inf")  # true of a NaN
+    row, base, wrong = _misfits(combined, rows, pitch, block_rows)
     if tl.max(wrong.to(tl.int32), 0) > 0:
         at = tl.program_id(1) * block + tl.arange(0, block)
         total = tl.zeros([block_rows, block], tl.float32)
@@ -253,10 +250,7 @@ def mend_exponentials(
 ) -> None:
     """``exponentials[row]`` of misfits, made again: 2^(t_v - M) f'(x_v), 0 at the target; a program
     makes ``share`` entries of each of its rows. See ``mend_product``."""
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    live = row < rows
-    base = tl.load(combined + 9 * pitch + row, mask=live, other=float("inf"))
-    wrong = base != float("inf")  # true of a NaN
+    row, base, wrong = _misfits(combined, rows, pitch, block_rows)
     if tl.max(wrong.to(tl.int32), 0) > 0:
         begin = tl.program_id(1) * share
         end = tl.minimum(begin + share, vocab)
@@ -269,6 +263,16 @@ def mend_exponentials(
             out = exponentials + row[:, None] * out_stride + v[None, :]
             mask = wrong[:, None] & (v < end)[None, :]
             tl.store(out, stored.to(exponentials.dtype.element_ty), mask=mask)
+
+
+@jit
+def _misfits(
+    combined: tl.tensor, rows: tl.tensor, pitch: tl.tensor, block_rows: tl.constexpr
+) -> tl.tensor:
+    """A program's rows, the shift of their exponentials, and whether it is needed."""
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    base = tl.load(combined + 9 * pitch + row, mask=row < rows, other=float("inf"))
+    return row, base, base != float("inf")  # true of a NaN
 
 
 @jit
