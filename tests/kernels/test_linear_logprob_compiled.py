@@ -10,7 +10,7 @@ from triton.compiler import ASTSource, compile
 from fxrl.kernels.hopper import rows
 from fxrl.kernels.linear_logprob import tile
 
-INTEGERS = {"vocab", "rows", "pitch", "all_rows", "width", "blocks", "moments"}
+INTEGERS = {"vocab", "rows", "pitch", "all_rows", "width", "blocks", "moments", "share"}
 POINTERS = {"target": "*i64", "row_index": "*i64"}
 TILE = {"lowest": -3e38, "splits": 38, "splits_block": 64, "partials": 6, "block": 4096}
 VARIANTS = [
@@ -78,9 +78,15 @@ def test_passes_over_the_rows_on_hopper(ones):
         sizes = {"block_rows": 16, "block_vocab": 64, "block_depth": 64}
         options = {"cap": cap, "has_bias": has_bias, **sizes, "block": 512}
         assert compiled(rows.mend_product, narrow, options, ones)
+        assert compiled(rows.mend_exponentials, {*narrow, "exponentials"}, options, ones)
     for capped in (False, True):
         options = {"logprob_at": 0, "lse_at": 1, "capped": capped, "block": 1024}
         assert compiled(rows.finish_vectors, narrow, options, ones)
+
+
+def test_picking_rows_reads_sixteen_bytes_at_once():
+    made = compiled(tile.picked_rows, {"matrix", "out"}, {"block": 4096, "stride": 151936})
+    assert "ld.global.v4" in made
 
 
 def test_the_scaling_reads_sixteen_bytes_at_once():

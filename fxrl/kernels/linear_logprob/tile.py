@@ -352,15 +352,15 @@ def scaled_sum(
 @jit_unspecialized("width")
 def picked_rows(
     matrix: tl.tensor,
-    rows: tl.tensor,
+    row_index: tl.tensor,
     out: tl.tensor,
     width: tl.tensor,
     stride: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """``out[n] = matrix[rows[n]]``, of ``width`` entries."""
+    """``out[n] = matrix[row_index[n]]``, of ``width`` entries."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
-    value = tl.load(matrix + tl.load(rows + row) * stride + at, mask=inside)
+    value = tl.load(matrix + tl.load(row_index + row) * stride + at, mask=inside)
     tl.store(out + row * width + at, value, mask=inside)
