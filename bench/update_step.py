@@ -15,7 +15,6 @@ implementations differ by many percent on a random model, so neither is the othe
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from torch import nn
 
 import fxrl
 from bench.lib import common, qwen
+from fxrl.ir.plan import CutLayer, in_segment
 from fxrl.models import offload_embeddings
 from fxrl.ops import host_memory
 from fxrl.passes import REGISTRY
@@ -113,16 +113,21 @@ def dpo_in_two_forwards(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> 
 
 def make_plan(text: str, model: nn.Module) -> fxrl.Plan | None:
     """``attention,gpu,host,4096`` for every layer: what its cut keeps, where its input waits, where
-    the rest, and rows per tile of its MLP; ``,8`` may follow, groups of heads of its attention."""
+    the rest, and rows per tile of its MLP; ``,8,4`` may follow, groups of heads of its attention,
+    and how many layers make a segment."""
     if not text:
         return None
-    kept, inputs_on, kept_on, tile, groups = (*text.split(","), "0")[:5]
-    where = {"inputs_on": inputs_on, "kept_on": kept_on}
-    counts = {"tile_tokens": int(tile), "head_groups": int(groups)}
-    choice = {"kind": "layer", "kept": kept, **where, **counts}
+    kept, inputs_on, kept_on, *numbers = text.split(",")
+    tile, groups, segment = (*map(int, numbers), 0, 0)[:3]
+    where: Any = {"kept": kept, "inputs_on": inputs_on, "kept_on": kept_on}
+    way = CutLayer(**where, tile_tokens=tile, head_groups=groups)
     names = [name for name, _ in model.named_modules() if re.search(r"\.layers\.\d+$", name)]
-    choices = {f"0:{name}": choice for name in names}
-    return fxrl.Plan.from_json(json.dumps({"version": 1, "choices": choices}))
+    choices = {}
+    for place, name in enumerate(names):
+        first = place % max(segment, 1) == 0
+        last = place + 1 == len(names) or (place + 1) % max(segment, 1) == 0
+        choices[f"0:{name}"] = in_segment(way, first=first, last=last) if segment else way
+    return fxrl.Plan.from_json(fxrl.Plan(choices).to_json())
 
 
 def make_step(

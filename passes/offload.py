@@ -11,15 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import fx
-
 from fxrl.analysis.saved_tensors import kept_by
 from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, PassDoc
 from fxrl.ir.plan import CutLayer, waiting
 from fxrl.ir.region import send_to_host, set_pace
 from fxrl.ir.remark import Refusal
-from fxrl.passes.recompute import LayerPass, OutlinedLayer
+from fxrl.passes.recompute import LayerPass, OutlinedLayer, own_inputs
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,3 @@ class Offload(LayerPass):
             moved += sum(nbytes(inputs[position]) for position in own)
             moved += kept * kept_by(call.meta["region"]).made
         return Applied(words, moved)
-
-
-def own_inputs(call: fx.Node, calls: tuple[fx.Node, ...]) -> list[int]:
-    """Positions of the inputs that nobody but this layer reads."""
-    inputs: Any = call.args[0]
-    return [
-        position
-        for position, node in enumerate(inputs)
-        if node.op == "call_function" and all(user in calls for user in node.users)
-    ]

@@ -8,6 +8,14 @@
                                              else again
     fxrl.region([...], cut=inputs)           the backward runs the layer again, attention too
 
+Where the plan says "again", not even that waits. A layer's input is made again by the layer before,
+which may want its own of the one before it: a segment of layers keeps the first one's input. And a
+layer's forward may run again and hand what it keeps to its backward; where one run does both,
+attention runs once more, never twice.
+
+    %y = fxrl.region([%x, ...], cut=attention, again=forward)
+    fxrl.region([%y, ...], cut=inputs, again: %y)
+
 The plan chooses, layer by layer. Where nothing is planned, products are kept, which is fastest; a
 layer that the user checkpoints keeps its inputs. Where a part of such a layer runs op by op, the
 checkpointed call stays, and keeps only its input in any case.
@@ -18,14 +26,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 from torch import fx
 
 from fxrl.analysis.saved_tensors import kept_by
+from fxrl.ir.graph import maker_of, needs_grad
 from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, Stage
-from fxrl.ir.plan import Choice, CutLayer
-from fxrl.ir.region import Cut, region_calls, set_region
+from fxrl.ir.plan import Choice, CutLayer, made_again
+from fxrl.ir.region import Again, Cut, asked_again, region_at, region_calls, set_region, take_again
 from fxrl.ir.remark import Refusal
 
 
@@ -86,11 +95,57 @@ class Recompute(LayerPass):
         return CutLayer("inputs" if site.opened else "products")
 
     def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied:
+        makers = _made_before(site) if choice.inputs_on == "again" else {}
+        again = makes_again(choice)
         for call in site.calls:
-            set_region(call, replace(call.meta["region"], cut=choice.kept))
+            set_region(call, replace(call.meta["region"], cut=choice.kept, again=again))
         if site.inside:
             return Applied("recompute: the user's checkpointing keeps only its input")
-        return Applied(_DONE[choice.kept], 0 if site.opened else _saved(site.calls))
+        for call, made in makers.items():
+            take_again(call, [*made])
+            for maker in made.values():
+                set_region(maker, asked_again(maker.meta["region"]))
+        done = _DONE["inputs" if again == "forward" else choice.kept]
+        words = "; ".join(filter(None, (done, made_again(choice))))
+        return Applied(words, 0 if site.opened else _saved(site.calls))
+
+
+def makes_again(choice: CutLayer) -> Again:
+    """How a layer makes its outputs again where nobody asks for them."""
+    return "forward" if choice.kept_on == "again" and choice.kept != "inputs" else "never"
+
+
+def _made_before(site: OutlinedLayer) -> dict[fx.Node, dict[int, fx.Node]]:
+    found = {call: makers_of(call, site.calls) for call in site.calls}
+    if site.inside or not any(found.values()):
+        raise Refusal(
+            "its input waits: the layer before does not make it, or it is read elsewhere too",
+            "inputs_on='gpu' or 'host' in the plan's choice for it",
+        )
+    return found
+
+
+def own_inputs(call: fx.Node, calls: Sequence[fx.Node]) -> list[int]:
+    """Positions of the inputs that nobody but this layer reads."""
+    inputs: Any = call.args[0]
+    return [
+        position
+        for position, node in enumerate(inputs)
+        if node.op == "call_function" and all(user in calls for user in node.users)
+    ]
+
+
+def makers_of(call: fx.Node, calls: Sequence[fx.Node]) -> dict[int, fx.Node]:
+    """Of a layer's own inputs those that a region of another layer returns and can make again:
+    position -> its call."""
+    inputs: Any = call.args[0]
+    found = {}
+    for position in own_inputs(call, calls):
+        maker = maker_of(inputs[position])
+        region = region_at(maker)
+        if region and region.layer and maker not in calls and needs_grad(inputs[position]):
+            found[position] = maker
+    return found
 
 
 def _saved(calls: Sequence[fx.Node]) -> int:

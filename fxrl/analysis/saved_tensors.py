@@ -114,7 +114,8 @@ def kept_by(region: Region) -> Kept:
 
     The partitioner finds the ``fewest`` bytes; here those for the products stand for them.
     """
-    return _kept(region.forward, region.trained, region.cut)
+    cut = "inputs" if region.again == "forward" else region.cut  # what is more, it makes later
+    return _kept(region.forward, region.trained, cut)
 
 
 @once_for

@@ -7,6 +7,7 @@ each cut, not compiled: what a layer needs and how long it takes is read off its
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -22,16 +23,24 @@ from fxrl.analysis.head_groups import kv_heads
 from fxrl.analysis.stretches import Stretch, stretches_of
 from fxrl.compile.bodies.figures import Figures
 from fxrl.compile.outside import Between, Outside
-from fxrl.compile.region_costs import Profiles, as_chosen, away_bytes, call_cost, eager_seconds
+from fxrl.compile.region_costs import (
+    Profiles,
+    as_chosen,
+    as_profiled,
+    away_bytes,
+    call_cost,
+    eager_seconds,
+    handed,
+    input_bytes,
+)
 from fxrl.errors import PlanError
 from fxrl.ir.graph import hint, inputs_of, needs_grad, shape_of, val_of
-from fxrl.ir.plan import Choice, CutHead, CutLayer, Plan
+from fxrl.ir.plan import Choice, CutHead, CutLayer, Plan, in_segment
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
 from fxrl.ops.host_memory import PAGE
 from fxrl.passes.keep_exponentials import trained_heads
-from fxrl.passes.offload import own_inputs
-from fxrl.passes.recompute import OutlinedLayer, outlined_layers
+from fxrl.passes.recompute import OutlinedLayer, makers_of, outlined_layers, own_inputs
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes
 from fxrl.planner.eager_profile import CallCost, profile
@@ -55,11 +64,23 @@ CUTS = (
     CutLayer("inputs"),
     CutLayer("inputs", "host"),
 )
-#: Rows per tile that are tried; 0 for none. Smaller tiles leave a product too little to do: 2048
-#: rows cost 5 ms a layer of Qwen3-8B's shape on an H200.
-TILES = (0, 4096)
-#: What is tried beside with each KV head by itself: the fewest bytes, where nothing else fits.
-GROUPED = tuple(cut for cut in CUTS if cut.kept in ("attention", "inputs"))
+#: Rows per tile that are tried. Smaller tiles leave a product too little to do: 2048 rows cost 5 ms
+#: a layer of Qwen3-8B's shape on an H200.
+TILE = 4096
+#: What is tried with tiles and each KV head by itself: the fewest bytes, where nothing else fits.
+GROUPED = (
+    *(cut for cut in CUTS if cut.kept in ("attention", "inputs")),
+    CutLayer("attention", "gpu", "again"),
+    CutLayer("attention", "host", "again"),
+)
+#: What is tried beside, with the largest tiles, of layers in segments, and how many make one: more
+#: keep less, and hold more while they run again.
+SEGMENTED = (
+    CutLayer("attention", "host", "host"),
+    CutLayer("attention", "gpu", "again"),
+    CutLayer("attention", "host", "again"),
+)
+SEGMENTS = (2, 4)
 #: What each pass does of a choice; without it a layer has this instead.
 UNDONE: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"kept": "products"},
@@ -239,7 +260,7 @@ class StepChain:
 
     def plain(self) -> tuple[Chain, tuple[Option, ...]]:
         """Products kept everywhere, or what the user's plan says: nothing is faster."""
-        first = [self._options(place, CUTS[:1], TILES[:1]) for place in self.places]
+        first = [self._options(place, plain=True) for place in self.places]
         return self.chain(first), tuple(option for (option,) in first)
 
     def smallest(self) -> tuple[tuple[Option, ...], int]:
@@ -365,66 +386,156 @@ class StepChain:
         found = self.heads.items()
         return frozenset(head for site, head in found if self.plan.choices.get(site) == kept)
 
-    @cached_property
-    def _known(self) -> dict[Any, list[Option]]:
-        return {}
-
-    def _options(
-        self,
-        place: Stretch | Between,
-        cuts: Sequence[CutLayer] = CUTS,
-        tiles: Sequence[int] = TILES,
-    ) -> list[Option]:
-        """The options of a layer in a forward: the one that a given plan names, else those of
-        ``cuts`` and ``tiles`` that are possible."""
+    def _options(self, place: Stretch | Between, *, plain: bool = False) -> list[Option]:
+        """The options of a layer in a forward: the one that a given plan names, else those that are
+        possible, or with ``plain`` the first."""
         if isinstance(place, Between):
             return [place.option]
-        given = self.plan.choices.get(place.layer)
-        run = self._alike[place]
-        off = {name for name, site in self.plan.switched_off if site == place.layer}
-        off |= UNDONE.keys() - self.planner.passes
-        if isinstance(given, CutLayer):
-            given = without(off, replace(given, sending=None, fetching=None))  # the planner's
-        if (key := (run, str(given), len(cuts), *sorted(off))) not in self._known:
-            rows = prod(map(self.measure, shape_of(_hidden(run))[:-1]))
-            choices = [replace(cut, tile_tokens=t) for t in tiles if t < rows for cut in cuts]
-            if tiles[-1] and len(choices) > len(cuts) and (heads := _kv_heads(run)) > 1:
-                choices += [
-                    replace(cut, tile_tokens=tiles[-1], head_groups=heads) for cut in GROUPED
-                ]
-            choices = [choice for choice in choices if without(off, choice) == choice]
-            choices = [given] if isinstance(given, CutLayer) else choices
-            found = (self._option(run, choice) for choice in choices)
-            self._known[key] = [option for option in found if option is not None]
+        if place in self._given:
+            return [self._given[place]]
+        choices = [
+            replace(cut, tile_tokens=tile, head_groups=groups)
+            for tile, groups in self._parts[self._alike[place]]
+            for cut in (GROUPED if groups else CUTS)
+        ]
+        choices = [choice for choice in choices if self._done(place, choice)]
+        found = [self._cost(place, choice) for choice in choices[: 1 if plain else None]]
+        return [*filter(None, found), *([] if plain else self._segments[place])]
+
+    @cached_property
+    def _parts(self) -> dict[Stretch, list[tuple[int, int]]]:
+        """For layers alike, how they may run, as rows per tile and groups of heads, from most bytes
+        to fewest: whole, the MLP in tiles, and with each KV head by itself too."""
+        found: dict[Stretch, list[tuple[int, int]]] = {}
+        for run in dict.fromkeys(self._alike.values()):
+            parts, heads = found.setdefault(run, [(0, 0)]), _kv_heads(run)
+            if prod(map(self.measure, shape_of(_hidden(run))[:-1])) > TILE:
+                parts += [(TILE, 0), (TILE, heads)] if heads > 1 else [(TILE, 0)]
+        return found
+
+    def _done(self, run: Stretch, choice: CutLayer) -> bool:
+        """Whether all that a choice says would be done to a layer."""
+        return without(self._off(run), choice) == choice
+
+    def _off(self, run: Stretch) -> set[str]:
+        """The passes that do nothing to a layer."""
+        off = {name for name, site in self.plan.switched_off if site == run.layer}
+        return off | (UNDONE.keys() - self.planner.passes)
+
+    def _cost(self, run: Stretch, choice: CutLayer, *, asked: bool = False) -> Option | None:
+        """The costs of a choice for a layer, whose outputs are ``asked`` for again; None if the
+        layer cannot do it."""
+        key = (self._alike[run], choice, asked)
+        if key not in self._known:
+            self._known[key] = self._option(*key)
         return self._known[key]
 
-    def _option(self, run: Stretch, choice: CutLayer) -> Option | None:
-        """The costs of a choice for a layer; None if the layer cannot do it."""
-        regions = as_chosen([call.meta["region"] for call in run.calls], choice)
+    @cached_property
+    def _known(self) -> dict[tuple[Stretch, CutLayer, bool], Option | None]:
+        return {}
+
+    def _option(self, run: Stretch, choice: CutLayer, asked: bool) -> Option | None:
+        regions = as_chosen([call.meta["region"] for call in run.calls], choice, asked=asked)
         if regions is None:
             return None
-        planner, host = self.planner, 0
+        planner, host, dropped, hands, again = self.planner, 0, 0, 0, 0.0
         costs: dict[fx.Node, CallCost] = {}
         bodies: list[Figures] = []
         for call, region in zip(run.calls, regions, strict=True):
             inputs: Any = call.args[0]
             values = [node.meta["val"] for node in inputs]
-            found = planner.profiles(region).at(values, self.measure, planner.target)
+            profiled = planner.profiles(as_profiled(region))
+            found = profiled.at(values, self.measure, planner.target)
+            if region.again == "forward":
+                found, made = handed(call, found)
+                hands += made
+            again += found.again_s if region.again != "never" else 0.0
             costs[call] = call_cost(call, found, self.measure)
             host += away_bytes(call, found, own_inputs(call, run.calls), choice)
+            if choice.inputs_on == "again":
+                dropped += input_bytes(found, own_inputs(call, run.calls))
             bodies.append(found)
         part = profile(run.nodes, self.measure, costs.get, run.given)
         seconds = eager_seconds(run.nodes, self.measure, planner.target)
         return Option(
             choice,
-            part.kept_bytes - host,
+            part.kept_bytes - host - dropped,
             -(-host // PAGE) * PAGE,
             sum(body.forward_s for body in bodies) + seconds / 3,
-            sum(body.backward_s for body in bodies) + seconds * 2 / 3,
+            sum(body.backward_s for body in bodies) + again + seconds * 2 / 3,
             part.forward_bytes,
-            part.backward_bytes,
+            part.backward_bytes + dropped + hands,
             _grads(run) > 0,
+            dropped + hands,
         )
+
+    # -- segments
+    @cached_property
+    def _given(self) -> dict[Stretch, Option]:
+        """The options of the layers that a given plan has a choice for."""
+        choices: dict[Stretch, CutLayer] = {}
+        for run in self.runs:
+            given = self.plan.choices.get(run.layer)
+            if isinstance(given, CutLayer):  # the pace is the planner's
+                given = replace(given, sending=None, fetching=None)
+                given = without(self._off(run), given)
+                again = given.inputs_on == "again" and run not in self._after
+                choices[run] = replace(given, inputs_on="gpu") if again else given
+        found = self._in_segments(choices)
+        return {run: option for run, option in found.items() if option is not None}
+
+    @cached_property
+    def _segments(self) -> dict[Stretch, list[Option]]:
+        """The options of layers in segments. A segment begins at each layer whose number its length
+        divides, and at those whose input no layer makes again."""
+        found: dict[Stretch, list[Option]] = {run: [] for run in self.runs}
+        pairs = zip(self._numbers, self.places, strict=True)
+        numbers = [number for number, place in pairs if isinstance(place, Stretch)]
+        parts = {part: None for parts in self._parts.values() for part in parts[1:] or parts}
+        for count, cut, (tile, groups) in itertools.product(SEGMENTS, SEGMENTED, parts):
+            way = replace(cut, tile_tokens=tile, head_groups=groups)
+            choices: dict[Stretch, CutLayer] = {}
+            begins = [
+                number % count == 0 or run not in self._after
+                for run, number in zip(self.runs, numbers, strict=True)
+            ]
+            for run, first, last in zip(self.runs, begins, [*begins[1:], True], strict=True):
+                choice = in_segment(way, first=first, last=last)
+                choices |= {run: choice} if self._done(run, choice) else {}
+            for run, option in self._in_segments(choices).items():
+                if option is not None:
+                    found[run].append(replace(option, segments=(way, count)))
+        return found
+
+    @cached_property
+    def _after(self) -> frozenset[Stretch]:
+        """The layers whose inputs the layer before can make again: both are one region."""
+
+        def makes(before: Stretch, run: Stretch) -> bool:
+            (call, *more), made = run.calls, makers_of(run.calls[0], run.calls)
+            whole = [*made] == own_inputs(call, run.calls)
+            return not more and whole and {*made.values()} == {*before.calls}
+
+        return frozenset(run for before, run in itertools.pairwise(self.runs) if makes(before, run))
+
+    def _in_segments(self, choices: Mapping[Stretch, CutLayer]) -> dict[Stretch, Option | None]:
+        """The options of layers with these choices, where some make the next one's input again and
+        hand to its backward what was made on the way."""
+        found: dict[Stretch, Option | None] = {}
+        following = dict(itertools.pairwise(self.runs))
+        held = reach = 0
+        for run, choice in choices.items():
+            behind = choices.get(following[run]) if run in following else None
+            asked = behind is not None and behind.inputs_on == "again"
+            held, reach = (held, reach + 1) if choice.inputs_on == "again" else (0, 0)
+            option = found[run] = self._cost(run, choice, asked=asked)
+            if option is not None:
+                held += option.handed_bytes
+                least = option.backward_bytes - option.handed_bytes
+                found[run] = replace(
+                    option, backward_bytes=least + held, handed_bytes=held, reach=reach
+                )
+        return found
 
     @cached_property
     def _gradients(self) -> tuple[int, ...]:
@@ -459,6 +570,9 @@ class StepChain:
 def without(passes: Collection[str], choice: CutLayer) -> CutLayer:
     """What is left of a choice where these passes do nothing."""
     fields = {name: value for one in passes for name, value in UNDONE.get(one, {}).items()}
+    for name in ("inputs_on", "kept_on"):
+        if getattr(choice, name) == "again":  # which is not what moves to the host
+            fields[name] = "gpu" if "recompute" in passes else "again"
     return replace(choice, **fields)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -29,10 +29,11 @@ from fxrl.ir.graph import (
     tensor_val,
 )
 from fxrl.ir.plan import CutLayer, Plan
-from fxrl.ir.region import Cut, Region, once_for
+from fxrl.ir.region import Again, Cut, Region, once_for
 from fxrl.ir.remark import Refusal
 from fxrl.ops.masked_attention import share_of_blocks
 from fxrl.passes.group_heads import group_heads
+from fxrl.passes.recompute import makes_again
 from fxrl.passes.tile_tokens import tile_widest
 from fxrl.planner.eager_profile import CallCost
 from fxrl.planner.memory_profile import nbytes
@@ -67,10 +68,15 @@ def known_profiles(
     return profile
 
 
-def as_chosen(regions: Sequence[Region], choice: CutLayer) -> list[Region] | None:
-    """The regions that the passes will make of a layer's; None where it has nothing to tile, or no
-    heads to group."""
-    made = [_with_cut(region, choice.kept) for region in regions]
+def as_chosen(
+    regions: Sequence[Region], choice: CutLayer, *, asked: bool = False
+) -> list[Region] | None:
+    """The regions that the passes will make of a layer's, whose outputs are ``asked`` for again;
+    None where it has nothing to tile, or no heads to group."""
+    again = makes_again(choice)
+    if asked and again == "never":
+        again = "outputs"
+    made = [_with_cut(region, choice.kept, again) for region in regions]
     for count, rewrite in ((choice.tile_tokens, _by_tiles), (choice.head_groups, _by_groups)):
         if count:
             found = [rewrite(region, count) for region in made]
@@ -83,8 +89,8 @@ def as_chosen(regions: Sequence[Region], choice: CutLayer) -> list[Region] | Non
 # Kept with the region: a search for sizes asks for the same choices at each of them, and a region
 # knows its id.
 @once_for
-def _with_cut(region: Region, cut: Cut) -> Region:
-    return replace(off_meta(region), cut=cut)
+def _with_cut(region: Region, cut: Cut, again: Again) -> Region:
+    return replace(off_meta(region), cut=cut, again=again)
 
 
 @once_for
@@ -148,6 +154,29 @@ def call_cost(call: fx.Node, figures: Figures, measure: Measure) -> CallCost:
         max(0, figures.forward_bytes - made - kept),
         max(0, figures.backward_bytes - sum(nbytes(value, measure) for value in graded)),
     )
+
+
+@once_for
+def as_profiled(region: Region) -> Region:
+    """One for all regions that differ in how their outputs are made again: they have the same
+    halves."""
+    if region.cut == "attention":
+        return replace(region, again="outputs")
+    return replace(region, again="never") if region.again == "forward" else region
+
+
+def handed(call: fx.Node, figures: Figures) -> tuple[Figures, int]:
+    """Figures of a region whose forward keeps nothing until it runs again, and what it hands to its
+    own backward then."""
+    count = len(call.meta["val"])
+    waits = tuple(one for one in figures.saved if one[0][0] == "input" or one[0][1] < count)
+    made = sum(size for _, size in figures.saved) - sum(size for _, size in waits)
+    return replace(figures, saved=waits, again_s=figures.forward_s), made
+
+
+def input_bytes(figures: Figures, places: Collection[int]) -> int:
+    """Bytes of some of the inputs that a region keeps."""
+    return sum(size for (kind, i), size in figures.saved if kind == "input" and i in places)
 
 
 def away_bytes(call: fx.Node, figures: Figures, own: Sequence[int], choice: CutLayer) -> int:

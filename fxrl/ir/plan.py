@@ -17,7 +17,7 @@ from fxrl.ir.remark import format_bytes
 from fxrl.ir.table import Readable, folded
 from fxrl.options import fit, hints_of, misfit
 
-Place = Literal["gpu", "host"]
+Place = Literal["gpu", "host", "again"]
 _VERSION = 1
 
 
@@ -52,8 +52,12 @@ class CutLayer:
     Attributes:
         kept: its matrix ``products``, the ``fewest`` bytes that spare these, its inputs and what
             ``attention`` returned, or its ``inputs`` alone.
-        inputs_on: where the layer's own input waits for the backward, ``"gpu"`` or ``"host"``.
-        kept_on: where all else that is kept waits.
+        inputs_on: where the layer's own input waits for the backward, ``"gpu"`` or ``"host"``; or
+            nowhere: the layer before makes it ``"again"``. So layers in a row, a segment, keep the
+            first one's input alone.
+        kept_on: where all else that is kept waits; or nowhere: the layer's forward runs
+            ``"again"`` and hands it to the backward. Where that run makes the next one's input,
+            too, attention runs twice in all.
         tile_tokens: rows per tile of its MLP, which keeps nothing then; 0 for all at once.
         head_groups: groups of KV heads that its attention runs in, one after the other, which keeps
             no more than what attention returned then; 0 for all heads at once.
@@ -72,6 +76,15 @@ class CutLayer:
     head_groups: int = 0
     sending: int | None = field(default=None, compare=False)
     fetching: int | None = field(default=None, compare=False)
+
+
+def in_segment(way: CutLayer, *, first: bool, last: bool) -> CutLayer:
+    """What a layer does in a segment of layers that have ``way``: its input waits if it is the
+    first; if it is the last it makes no other's, and need not run again ahead of its backward."""
+    choice = way if first else replace(way, inputs_on="again")
+    if last and way.kept_on == "again":
+        choice = replace(choice, kept="inputs", kept_on="gpu")
+    return choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +282,11 @@ _KEPT: dict[Cut, str] = {
     "attention": "inputs and what attention returned are kept",
     "inputs": "only inputs are kept",
 }
+_HANDED: dict[Cut, str] = {
+    "products": "matrix products",
+    "fewest": "the fewest bytes that spare the matrix products",
+    "attention": "what attention returned",
+}
 _NUMBERS = ("peak_gpu_bytes", "peak_host_bytes", "step_seconds", "max_context")
 
 
@@ -276,7 +294,7 @@ def describe(choice: Choice) -> str:
     if isinstance(choice, Keep):
         return f"stays as it is: {choice.reason}"
     if isinstance(choice, CutLayer):
-        said = [f"layer: {_KEPT[choice.kept]} for the backward", waiting(choice)]
+        said = [f"layer: {_kept(choice)} for the backward", waiting(choice), made_again(choice)]
         said += [f"MLP in tiles of {choice.tile_tokens} rows"] if choice.tile_tokens else []
         said += [f"attention in {choice.head_groups} groups of heads"] if choice.head_groups else []
         return "; ".join(filter(None, said))
@@ -286,6 +304,20 @@ def describe(choice: Choice) -> str:
         size = f"{choice.tile_tokens} rows" if choice.tile_tokens else "the default size"
         return f"{choice.by}, in tiles of {size}"
     return choice.by
+
+
+def _kept(choice: CutLayer) -> str:
+    return _KEPT["inputs" if choice.kept_on == "again" else choice.kept]
+
+
+def made_again(choice: CutLayer) -> str:
+    """What waits nowhere for the backward, in words; empty where all does."""
+    said = []
+    if choice.inputs_on == "again":
+        said.append("the layer before makes its input again")
+    if choice.kept_on == "again" and choice.kept != "inputs":
+        said.append(f"its forward runs again and hands over {_HANDED[choice.kept]}")
+    return "; ".join(said)
 
 
 def waiting(choice: CutLayer) -> str:

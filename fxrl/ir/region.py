@@ -10,6 +10,9 @@ runs the forward again, inside one graph, so what it does not need is dead code)
 activations are computed again), or the ``products`` (and what of the rest is not cheap). Of tiles
 it may be ``vectors``: each output has one number per row, whose gradient by that row of an input is
 made in the forward while the tile is there; the backward scales these by what comes in.
+
+An input that another region returned may wait nowhere: who made it makes it **again** when the
+backward asks. So regions in a row, a segment, keep the first one's inputs alone.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from fxrl.ir.printer import Symbols, print_graph
 from fxrl.ir.remark import Refusal
 
 Cut = Literal["inputs", "attention", "fewest", "products", "vectors"]
+Again = Literal["never", "outputs", "forward"]
 
 T = TypeVar("T")
 
@@ -82,6 +86,9 @@ class Region:
     # How many groups run the body one after the other, each with its part of the inputs that are
     # split. The outputs are sums over the groups.
     groups: int = 1
+    # How it makes its outputs again where a backward asks for them: of what it keeps, or by its
+    # whole forward, which keeps nothing before and hands what its cut says to its own backward.
+    again: Again = "never"
 
     @property
     def tiled(self) -> bool:
@@ -117,8 +124,9 @@ class Region:
     def _hash(self, body: str, specs: Sequence[InputSpec], *, any_gpu: bool = False) -> str:
         symbols = Symbols()
         inputs = [_signature(spec, symbols, any_gpu) for spec in specs]
-        groups = [f"{self.groups} groups"] if self.groups > 1 else []
-        text = "\n".join([body, *inputs, self.cut, *groups])
+        marks = [f"{self.groups} groups"] if self.groups > 1 else []
+        marks += [f"{self.again} again"] if self.again != "never" else []
+        text = "\n".join([body, *inputs, self.cut, *marks])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -196,7 +204,19 @@ def send_to_host(call: fx.Node, inputs: Sequence[int], *, kept: bool) -> None:
 def set_pace(call: fx.Node, sending: int, fetching: int) -> None:
     """Say how many stores may be on their way to the host behind a call, and how many come back
     while its backward runs."""
-    call.args = (*call.args[:4], [sending, fetching])
+    call.args = (*call.args[:4], [sending, fetching], *call.args[5:])
+
+
+def take_again(call: fx.Node, inputs: Sequence[int]) -> None:
+    """Let these inputs of a call, which regions return, wait nowhere: their makers make them again
+    for its backward."""
+    pace = call.args[4] if len(call.args) > 4 else []
+    call.args = (*call.args[:4], pace, list(inputs))
+
+
+def asked_again(region: Region) -> Region:
+    """The region as one whose outputs a backward asks for."""
+    return replace(region, again="outputs") if region.again == "never" else region
 
 
 def region_calls(gm: fx.GraphModule) -> list[fx.Node]:

@@ -284,11 +284,12 @@ class Stored:
         self._looks = [(x.shape, x.stride(), x.dtype) for x in tensors]
         self._found: list[Tensor] | None = None
         self._arrived: torch.Event | None = None
+        self._lent = False
 
     def start(self) -> None:
         """Begin the way back, where it has not begun."""
         with _LOCK:
-            if self._found is None:
+            if self._found is None and not self._lent:
                 self._found = [
                     torch.empty_strided(shape, stride, dtype=dtype, device=self._pool.device)
                     for shape, stride, dtype in self._looks
@@ -296,19 +297,28 @@ class Stored:
                 flats = [_flat(x) for x in self._found]
                 self._arrived = self._pool.copy(flats, self._pages) if flats else None
 
-    def fetch(self) -> list[Tensor]:
-        """The tensors as they were; of those stored before them, as many as was said set out."""
+    def fetch(self, *, ahead: bool = True) -> list[Tensor]:
+        """The tensors as they were; of those stored before them, as many as was said set out. Not
+        so with ``ahead=False``: the caller holds them until it says ``set_out`` itself, and nobody
+        else lets them set out once more."""
         with _LOCK:
             self._pool.wait()
+        self._lent = False
         self.start()
         found = self._taken()  # the caller's; another backward copies again
+        self._lent = not ahead
+        if ahead:
+            self.set_out()
+        return found
+
+    def set_out(self) -> None:
+        """Let as many of those stored before begin their way back as was said."""
         before = self._before
         for _ in range(self._fetching if self._pool._ahead else 0):
             if before is None or (stored := before()) is None:
                 break
             stored.start()
             before = stored._before
-        return found
 
     def let_go(self) -> int:
         """Undo ``start``; bytes."""

@@ -2,7 +2,8 @@
 
     forward     layer 1, ..., layer L      what a layer keeps stays, on the GPU or on the host
     head        the loss and its gradient
-    backward    layer L, ..., layer 1      what it kept is gone behind it
+    backward    layer L, ..., layer 1      what it kept is gone behind it; at a segment's last layer
+                                           all of the segment is there again
     end         the embeddings' gradients
 
 A loss that runs the layers in several forwards has them one behind the other, with what it computes
@@ -41,12 +42,23 @@ class Option:
     forward_s: float  # seconds of computation
     backward_s: float
     # GPU peaks while the layer runs, on top of what all layers keep. The forward's includes its
-    # input and what it keeps itself, the backward's the gradients of its weights.
+    # input and what it keeps itself, the backward's the gradients of its weights and
+    # ``handed_bytes``.
     forward_bytes: int
     backward_bytes: int
     # Whether it waits for what is on its way, and lets others set out: what has no gradient, or is
     # no layer, does not.
     takes_turn: bool = True
+    handed_bytes: int = 0  # what layers of its segment, up to it, have made again at its backward
+    # How many layers ahead of it its segment begins; what these keep is there at its backward.
+    reach: int = 0
+    # Of layers in segments: what all of them have in common, for their choices differ by place.
+    segments: tuple[CutLayer, int] | None = None
+
+    @property
+    def way(self) -> CutLayer | tuple[CutLayer, int] | None:
+        """What is chosen for a run of layers."""
+        return self.segments or self.choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +112,9 @@ def moments(chain: Chain, options: Sequence[Option]) -> Iterator[Moment]:
     going = sum(moved[arrived[end] :])
     yield moment("head", end, kept[end], going, made[end + 1], chain.head_bytes)
     for i, option in reversed(list(enumerate(options))):
-        coming = sum(moved[back[i] : i + 1])
-        yield moment("backward", i, kept[i + 1], coming, made[i + 2], option.backward_bytes)
+        coming, handed = sum(moved[back[i] : i + 1]), option.handed_bytes
+        runs = option.backward_bytes - handed
+        yield moment("backward", i, kept[i + 1] + handed, coming, made[i + 2], runs)
     yield moment("end", 0, 0, 0, made[0], 0)
 
 
@@ -119,7 +132,8 @@ def on_their_way(options: Sequence[Option]) -> tuple[list[int], list[int]]:
         own, ahead = bisect_right(moves, i), bisect_left(moves, i)
         going, coming = option.choice.sending or 0, option.choice.fetching or 0
         sent.append(moves[max(0, own - going)] if own and going else i + 1)
-        back.append(moves[max(0, ahead - coming)] if ahead and coming else i)
+        first = moves[max(0, ahead - coming)] if ahead and coming else i
+        back.append(min(first, i - option.reach))
     # what has arrived, or set out, stays so
     return [*accumulate(sent, max)], [*accumulate(reversed(back), min)][::-1]
 

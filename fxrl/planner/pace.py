@@ -2,8 +2,9 @@
 
     forward     layer i has run     what it sends joins a queue; the next layer runs when no more
                                     is in it than that one leaves of the budget
-    backward    layer i will run    what it kept is waited for; then what layers ahead of it kept
-                                    sets out, as far as memory has room all the way
+    backward    layer i will run    what it kept is waited for, at a segment's last layer what all
+                                    of it kept; then what layers ahead kept sets out, as far as
+                                    memory has room all the way
 
 Both ways go over one link, one copy after the other, while layers compute. How many copies may be
 on their way at a layer is a part of the plan (``CutLayer.sending``, ``CutLayer.fetching``): as many
@@ -25,7 +26,10 @@ from fxrl.planner.chain import Chain, Option, gradients_made, on_their_way, peak
 
 Array = np.ndarray[Any, Any]
 Plan = tuple[Option, ...]
-COSTS = ("gpu_bytes", "host_bytes", "forward_s", "backward_s", "forward_bytes", "backward_bytes")
+COSTS = (
+    "gpu_bytes", "host_bytes", "forward_s", "backward_s", "forward_bytes", "backward_bytes",
+    "reach",
+)  # fmt: skip
 
 
 def costs_of(options: Sequence[Option]) -> dict[str, Array]:
@@ -53,6 +57,7 @@ def widest(chain: Chain, costs: dict[str, Array], gpu_bytes: float) -> Pace:
     forward[:, :count] = free - kept[:, :count] - costs["forward_bytes"]
     forward[:, count] = free - kept[:, count] - made[-1] - chain.head_bytes
     backward = free - kept[:, 1:] - np.array(made[2:]) - costs["backward_bytes"]
+    first = first_read(costs)
     arrived, begun = np.empty(backward.shape, dtype=int), np.empty(backward.shape, dtype=int)
     # What takes no turn runs beside what the layers around it leave on its way.
     idle = [i for i, (option, *_) in enumerate(chain.layers) if not option.takes_turn]
@@ -60,9 +65,10 @@ def widest(chain: Chain, costs: dict[str, Array], gpu_bytes: float) -> Pace:
     for i in reversed(range(count)):
         total, known = sent[:, i + 1, None], sent[:, : i + 1]
         arrived[:, i] = (known < total - left[:, None]).sum(1)
-        begun[:, i] = (known < total - backward[:, i, None]).sum(1)
+        begun[:, i] = np.minimum((known < total - backward[:, i, None]).sum(1), first[:, i])
         left = np.minimum(forward[:, i], left) if i in idle else forward[:, i]
-    fits = (forward >= 0).all(1) & (backward >= costs["host_bytes"]).all(1) & (free >= made[0])
+    read = sent[:, 1:] - np.take_along_axis(sent, first, 1)
+    fits = (forward >= 0).all(1) & (backward >= read).all(1) & (free >= made[0])
     # what has arrived, or set out, stays so
     arrived, begun = np.maximum.accumulate(arrived, 1), np.maximum.accumulate(begun, 1)
     for i in idle:
@@ -70,6 +76,12 @@ def widest(chain: Chain, costs: dict[str, Array], gpu_bytes: float) -> Pace:
     for i in reversed(idle):
         begun[:, i] = begun[:, i + 1] if i + 1 < count else count
     return Pace(arrived, begun, fits)
+
+
+def first_read(costs: dict[str, Array]) -> Array:
+    """[plan, layer]: the first layer of which each backward reads what it kept."""
+    found: Array = np.arange(costs["reach"].shape[1]) - costs["reach"].astype(int)
+    return found
 
 
 def seconds_at(chain: Chain, costs: dict[str, Array], pace: Pace) -> Array:
@@ -86,11 +98,17 @@ def seconds_at(chain: Chain, costs: dict[str, Array], pace: Pace) -> Array:
         now = np.maximum(now, arrivals[pace.sent[:, i], plans])
     now = np.maximum(now + chain.head_s, busy)
     turns = np.zeros((len(layers), len(lasts)))  # when each backward begins
+    first, here = first_read(costs), np.full(len(lasts), len(layers))  # all behind ``here`` is back
     for i in reversed(layers):
-        begins = (pace.back <= i).sum(1) - 1  # whose turn lets it set out
-        start = np.where(begins > i, turns[begins, plans], now)
-        busy = np.where(moves[:, i], np.maximum(busy, start) + lasts[:, i], busy)
-        turns[i] = np.where(moves[:, i], np.maximum(now, busy), now)
+        waits = np.zeros(len(lasts), dtype=bool)
+        for place in range(i, min(first[:, i]) - 1, -1):
+            begins = (pace.back <= place).sum(1) - 1  # whose turn lets it set out
+            start = np.where(begins > i, turns[begins, plans], now)
+            comes = moves[:, place] & (place < here) & (place >= first[:, i])
+            busy = np.where(comes, np.maximum(busy, start) + lasts[:, place], busy)
+            waits |= comes
+        here = np.minimum(here, first[:, i])
+        turns[i] = np.where(waits, np.maximum(now, busy), now)
         now = turns[i] + costs["backward_s"][:, i]
     return np.where(pace.fits, now, np.inf)
 

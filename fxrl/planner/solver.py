@@ -4,6 +4,8 @@
     layers a ... b     another             does so all through the forward, while layers between
     layers b ... end   a third             that send little give the link time
 
+A choice may be one of layers in segments (``Option.segments``): its runs are of whole segments.
+
 All choices and all places a and b are looked at: sums say what a plan takes at least, and those
 that may be the fastest are played, layer by layer and copy by copy (``planner.pace``).
 
@@ -19,7 +21,7 @@ more of one is never slower. People can read such a plan, too.
 
 Sources: H. Beaumont et al., "Optimal checkpointing for heterogeneous chains" (Rotor, 2019) and
 "Efficient combination of rematerialization and offloading" (POFO, 2021), whose programmes run
-sub-chains again, where here each layer keeps or recomputes for itself.
+sub-chains again at any depth, where here a segment runs again once.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from fxrl.errors import PlanError
 from fxrl.ir.plan import CutLayer
 from fxrl.ir.remark import format_bytes
 from fxrl.planner.chain import Chain, Option, gradients_made, peak_bytes
-from fxrl.planner.pace import COSTS, Array, Plan, paced, seconds_at, widest
+from fxrl.planner.pace import COSTS, Array, Plan, first_read, paced, seconds_at, widest
 
 
 def fastest(chain: Chain, gpu_bytes: int, host_bytes: int) -> Plan | None:
@@ -63,7 +65,8 @@ def least_host_bytes(chain: Chain) -> int:
     return sum(min(option.host_bytes for option in layer) for layer in chain.layers)
 
 
-_BYTES = ("gpu_bytes", "host_bytes", "forward_bytes", "backward_bytes")
+Way = CutLayer | tuple[CutLayer, int] | None  # see ``Option.way``
+_BYTES = ("gpu_bytes", "host_bytes", "forward_bytes", "backward_bytes", "reach")
 #: Plans that are played at once.
 _BLOCK = 1024
 #: Bytes that no GPU has: of a choice that a layer lacks.
@@ -75,10 +78,12 @@ _SAMPLE = 7
 def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
     """The chain without dominated choices: those for which every layer has another choice that
     costs no more in any respect. No plan gets better by having them."""
-    of = [{o.choice: [getattr(o, n) for n in costs] for o in layer} for layer in chain.layers]
-    choices = list(dict.fromkeys(o.choice for layer in chain.layers for o in layer))
+    of = [{o.way: [getattr(o, n) for n in costs] for o in layer} for layer in chain.layers]
+    choices = list(dict.fromkeys(o.way for layer in chain.layers for o in layer))
 
-    def beats(one: CutLayer | None, other: CutLayer | None) -> bool:
+    def beats(one: Way, other: Way) -> bool:
+        if _segment(one) not in (1, _segment(other)):  # which cannot begin everywhere
+            return False
         mine = [layer.get(one) for layer in of if other in layer]
         its = [layer[other] for layer in of if other in layer]
         no_worse = all(
@@ -88,8 +93,13 @@ def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
         return no_worse and (mine != its or choices.index(one) < choices.index(other))
 
     left = [c for c in choices if not any(beats(one, c) for one in choices if one != c)]
-    layers = tuple(tuple(o for o in layer if o.choice in left) for layer in chain.layers)
+    layers = tuple(tuple(o for o in layer if o.way in left) for layer in chain.layers)
     return replace(chain, layers=layers)
+
+
+def _segment(way: Way) -> int:
+    """How many layers make a segment; 1 where there are none."""
+    return way[1] if isinstance(way, tuple) else 1
 
 
 def runs(count: int) -> Iterator[tuple[int, int]]:
@@ -152,16 +162,16 @@ class _Plans:
 
     # -- what there is to choose
     @cached_property
-    def _choices(self) -> list[CutLayer | None]:
+    def _choices(self) -> list[Way]:
         """All that any layer has a choice of."""
         layers = [layer for layer in self.chain.layers if len(layer) > 1] or self.chain.layers
-        return list(dict.fromkeys(option.choice for layer in layers for option in layer))
+        return list(dict.fromkeys(option.way for layer in layers for option in layer))
 
     @cached_property
     def _options(self) -> list[list[Option | None]]:
         """Each choice's option for every layer, None if a layer lacks it. A layer with a single
         option, because the user chose it, has that one under every choice."""
-        by_layer = [{option.choice: option for option in layer} for layer in self.chain.layers]
+        by_layer = [{option.way: option for option in layer} for layer in self.chain.layers]
         only = [layer[0] if len(layer) == 1 else None for layer in self.chain.layers]
         pairs = list(zip(by_layer, only, strict=True))
         return [[options.get(choice, one) for options, one in pairs] for choice in self._choices]
@@ -203,6 +213,35 @@ class _Plans:
         ]
         choices = np.array(mixed, dtype=int).reshape(-1, count)
         return np.concatenate([apart, choices[:, self._numbers]])
+
+    @cached_property
+    def _bounds(self) -> tuple[Array, Array]:
+        """[2, place]: where the second and the third of three runs begin, of a mixture both where
+        it ends; and whether a place is a mixture."""
+        count = self.chain.count
+        mixed = [(ahead, ahead) for ahead in range(2, count + 1) for _ in range(1, ahead)]
+        bounds = np.concatenate([self._runs, np.array(mixed, dtype=int).reshape(-1, 2).T], axis=1)
+        return bounds, np.arange(bounds.shape[1]) >= self._runs.shape[1]
+
+    @cached_property
+    def _allowed(self) -> tuple[Array, Array, Array]:
+        """[choice, place]: whether it may be the first, the second, the third choice there. Of
+        layers in segments a run is whole ones, and nothing is mixed with them."""
+        firsts = [self.chain.numbers.index(number) for number in range(self.chain.count)]
+        begins = np.ones((len(self._choices), self.chain.count + 1), dtype=bool)
+        begins[:, :-1] = self._costs["reach"][:, firsts] == 0
+        (a, b), mixed = self._bounds
+        plain = np.array([_segment(way) == 1 for way in self._choices])[:, None]
+        nothing = (a == b) & ~mixed
+        first = begins[:, a] & (plain | ~mixed)
+        second = nothing | (begins[:, a] & begins[:, b] & (plain | ~mixed))
+        return first, second, begins[:, b]
+
+    def _may(self, first: int, second: int, every: int = 1) -> Array:
+        """[third choice, place]: whether such a plan can be."""
+        one, two, three = (table[:, ::every] for table in self._allowed)
+        allowed: Array = one[first] & two[second] & three
+        return allowed
 
     def _plans(self, first: int, second: int, plans: Array) -> Array:
         """[plan, layer]: choices of plans that are given as (third choice, place) in one number."""
@@ -259,6 +298,7 @@ class _Plans:
         until = np.maximum(np.maximum(forward, link - held) + chain.head_s, link)
         seconds = until + np.maximum(backward, link)
         fits = (at_head >= 0) & (free - made[-1] >= behind) & (moved <= host_bytes)
+        fits &= self._may(first, second, every)
         return np.where(fits, seconds, np.inf)
 
     # -- peaks of runs
@@ -269,12 +309,11 @@ class _Plans:
         count, made = len(self._layers), gradients_made(self.chain)
         peaks = np.zeros((len(self._choices), count + 1, count + 1))
         keeps = np.zeros_like(peaks)
+        sent = np.concatenate([np.zeros((len(peaks), 1)), self._costs["host_bytes"].cumsum(1)], 1)
+        read = sent[:, 1:] - np.take_along_axis(sent, first_read(self._costs), 1)
         needs = np.maximum(
             self._costs["forward_bytes"],
-            self._costs["gpu_bytes"]
-            + self._costs["host_bytes"]
-            + self._costs["backward_bytes"]
-            + np.array(made[2:]),
+            self._costs["gpu_bytes"] + read + self._costs["backward_bytes"] + np.array(made[2:]),
         )
         for start in range(count):
             kept = keeps[:, start, start + 1 :] = np.cumsum(self._costs["gpu_bytes"][:, start:], 1)
@@ -299,7 +338,7 @@ class _Plans:
         host = self._total("host_bytes", first, second)
         peaks = np.full_like(host, np.inf)
         peaks[:, : peak.shape[1]] = self.chain.base_bytes + peak
-        return peaks, host
+        return np.where(self._may(first, second), peaks, np.inf), host
 
     @cached_property
     def _forwards(self) -> list[tuple[Array, ...]]:

@@ -173,6 +173,8 @@ def test_what_a_first_forward_keeps_waits_beside_the_second():
         (two_forwards, "iip"),
         pytest.param(square_loss, "iip", marks=pytest.mark.slow),
         pytest.param(two_forwards, "ppp", marks=pytest.mark.slow),
+        (square_loss, "hhi"),
+        pytest.param(two_forwards, "hhi", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_allocates_what_its_plan_says(loss_fn, kept):
@@ -180,8 +182,15 @@ def test_a_step_allocates_what_its_plan_says(loss_fn, kept):
     torch.manual_seed(0)
     model = make_stack(3, width=64, heads=4)
     ids = fixed({name: torch.randint(0, 11, (2, 1024)) for name in ("ids", "other")})
-    names = {"p": "products", "i": "inputs"}
-    given = Plan({f"0:blocks.{i}": CutLayer(names[one]) for i, one in enumerate(kept)})
+    ways = {"p": CutLayer("products"), "i": CutLayer("inputs"), "a": CutLayer("attention")}
+    ways["h"] = CutLayer("attention", "gpu", "again")
+    segment = "h" in kept  # the first layer's input alone
+    given = Plan(
+        {
+            f"0:blocks.{i}": replace(ways[one], inputs_on="again" if segment and i else "gpu")
+            for i, one in enumerate(kept)
+        }
+    )
     step = stepped(model, loss_fn, given, gpu_memory="1GiB")
 
     def work():

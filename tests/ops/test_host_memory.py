@@ -106,6 +106,22 @@ def test_who_is_fetched_lets_those_before_set_out(fetching, begun):
         assert torch.equal(one.fetch()[0], torch.full((3,), float(i)))
 
 
+def test_what_is_read_ahead_of_its_turn_lets_nobody_set_out_before_it():
+    """As a segment's first layers are when its last one's backward begins."""
+    pool = HostPool(CPU)
+    before, first, middle = (pool.store([torch.full((3,), float(i))]) for i in range(3))
+    last = pool.store([], fetching=2)
+    last.fetch()
+    held = [one.fetch(ahead=False)[0] for one in (middle, first)]
+    assert [x[0] for x in held] == [2.0, 1.0]
+    assert before._found is None
+    middle.set_out()
+    assert first._found is None, "it is held already"
+    first.set_out()
+    assert before._found is not None
+    assert torch.equal(first.fetch()[0], held[1]), "of another backward"
+
+
 def test_who_stores_nothing_has_a_turn():
     pool = HostPool(CPU)
     first = pool.store([torch.ones(3)])

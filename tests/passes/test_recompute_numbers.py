@@ -2,12 +2,13 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fxrl
-from fxrl.ir.plan import CutLayer, Plan
+from fxrl.ir.plan import CutLayer, Plan, in_segment
 from tests.capture.mixer import assert_matches_eager, fixed, outcome
 from tests.compile.region_cases import saved_bytes
 from tests.passes.layered import ids_batch, make_stack, square_loss
@@ -62,6 +63,96 @@ def test_any_choice_for_any_layer_has_eagers_numbers(checkpointed):
     for kernels in bodies:
         again = str(kernels.traced.graphs[1].graph).count("flash_attention_for_cpu.default")
         assert again == (kernels.region.cut == "inputs")
+
+
+#: Of layers in segments of three, and how often each attention runs then: what is kept, where the
+#: first one's input waits, where the rest, rows per tile, groups of heads.
+SEGMENTED = {
+    "attention kept": (CutLayer("attention"), 1),
+    "attention on the host": (CutLayer("attention", "host", "host"), 1),
+    "attention made again": (CutLayer("attention", "gpu", "again"), 2),
+    "tiles": (CutLayer("attention", "host", "again", 2), 2),
+    "groups of heads": (CutLayer("attention", "host", "again", 2, 2), None),
+    "groups of heads, kept": (CutLayer("attention", "host", "host", 2, 2), None),
+    "products": (CutLayer("products"), 1),
+    "the fewest bytes on the host": (CutLayer("fewest", "gpu", "host"), 1),
+    "products made again": (CutLayer("products", "host", "again"), 2),
+    "inputs": (CutLayer("inputs", "host"), None),
+}
+LAYERS = 7
+
+
+def segments_of(way, count=3):
+    """``way`` for layers in segments, as the planner has it."""
+    last = [(i + 1) % count == 0 or i + 1 == LAYERS for i in range(LAYERS)]
+    choices = [in_segment(way, first=i % count == 0, last=last[i]) for i in range(LAYERS)]
+    return Plan({f"0:blocks.{i}": choice for i, choice in enumerate(choices)})
+
+
+def attention_runs(work):
+    """How often attention's forward runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        work()
+    names = [event.name for event in found.events()]
+    return names.count("aten::_scaled_dot_product_flash_attention_for_cpu")
+
+
+@pytest.mark.parametrize(
+    "name", rows(SEGMENTED, ["attention on the host", "attention made again", "groups of heads"])
+)
+def test_segments_have_eagers_numbers(name):
+    """Also that a segment runs again once: attention twice at most, and once where it is kept."""
+    way, runs = SEGMENTED[name]
+    model, passes = make_stack(LAYERS), ("recompute", "offload", "tile-tokens", "group-heads")
+    config = replace(ONLY, passes=passes)
+    step = fxrl.optimize(model, square_loss, config, plan=segments_of(way))
+    for shape in ((2, 5), (3, 7)):
+        assert_matches_eager(step, square_loss, model, ids_batch(*shape), tol=1e-12)
+    batch = ids_batch(3, 7)
+    if runs:
+        assert attention_runs(lambda: step(batch).backward()) == runs * LAYERS
+    # a second backward makes all of it again
+    model.zero_grad(set_to_none=True)
+    loss = step(batch)
+    loss.backward(retain_graph=True)
+    once = {n: p.grad.clone() for n, p in model.named_parameters()}
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * once[n]) for n, p in model.named_parameters())
+    assert step.verify(ids_batch(3, 7)).ok
+
+
+def test_a_segment_keeps_its_first_input():
+    batch, kept = fixed(ids_batch(4, 32)), {}
+    for way in (CutLayer("inputs"), CutLayer("attention", "gpu", "again"), CutLayer("attention")):
+        model = make_stack(LAYERS)
+        for count in (1, 3):
+            plan = segments_of(way, count)
+            step = fxrl.optimize(model, square_loss, ONLY, plan=plan)
+            step(batch)
+            kept[way.kept, way.kept_on, count] = activations(model, step, batch)
+    inputs, again = 4 * 32 * 8 * 8, 4  # of 7 layers 3 begin a segment
+    for way in (("inputs", "gpu"), ("attention", "gpu")):
+        assert kept[*way, 3] == kept[*way, 1] - again * inputs
+    assert kept["attention", "again", 3] == kept["inputs", "gpu", 3]
+
+
+def test_layers_that_cannot_make_the_next_ones_input_say_so():
+    """The first has none before it, and the loss reads what the third one gets."""
+
+    def loss(model, batch):
+        x = model.embed(batch["ids"])
+        inputs = []
+        for block in model.blocks:
+            inputs.append(x)
+            x = block(x)
+        return (x + inputs[2].sin()).square().mean()
+
+    plan = Plan({f"0:blocks.{i}": CutLayer("inputs", "again") for i in range(3)})
+    step = fxrl.optimize(make_stack(3), loss, replace(ONLY, on_miss="ignore"), plan=plan)
+    assert_matches_eager(step, loss, step.model, ids_batch(2, 5), tol=1e-12)
+    missed = {r.site: r.reason for r in step.report.of_kind("missed")}
+    assert [*missed] == ["0:blocks.0", "0:blocks.2"]
+    assert all("the layer before does not make it" in reason for reason in missed.values())
 
 
 def held_in(cut, places):

@@ -1,6 +1,7 @@
 """The solver against every plan of its kind there is, and what more memory may do."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,16 +20,27 @@ IDLE, OFF = (st.just(0.0), st.just(0.0)), st.just(False)
 CHOICES = (CutLayer("products"), CutLayer("attention"), CutLayer("inputs"), CutLayer(tile_tokens=8))
 
 
-def option(choice):
-    return st.builds(Option, st.just(choice), SIZES, SIZES, TIMES, TIMES, SIZES, SIZES)
+#: Of layers in segments of so many.
+SEGMENTS = ((CutLayer("inputs", "host"), 2), (CutLayer("attention"), 3))
+WAYS = (*CHOICES, *SEGMENTS)
 
 
-def layer(names):
-    return st.tuples(*map(option, names))
+def option(way, number=0):
+    choice, count = way if isinstance(way, tuple) else (way, 1)
+    found = st.builds(Option, st.just(choice), SIZES, SIZES, TIMES, TIMES, SIZES, SIZES)
+    if count == 1:
+        return found
+    return found.map(lambda one: replace(one, reach=number % count, segments=way))
 
 
-LAYERS = st.lists(st.sampled_from(CHOICES), min_size=1, max_size=4, unique=True).flatmap(
-    lambda names: st.lists(layer(names), min_size=1, max_size=6)
+def layer(ways, number=0):
+    return st.tuples(*(option(way, number) for way in ways))
+
+
+LAYERS = st.lists(st.sampled_from(WAYS), min_size=1, max_size=4, unique=True).flatmap(
+    lambda ways: st.integers(1, 6).flatmap(
+        lambda count: st.tuples(*(layer(ways, number) for number in range(count))).map(list)
+    )
 )
 
 
@@ -38,14 +50,18 @@ def chains(draw):
     forwards."""
     layers = draw(LAYERS)
     if draw(st.booleans()):
-        layers = [layers[0]] * len(layers)
+        reaches = [[option.reach for option in options] for options in layers]
+        layers = [
+            tuple(replace(o, reach=r) for o, r in zip(layers[0], reach, strict=True))
+            for reach in reaches
+        ]
     elif len(layers[0]) > 2 and draw(st.booleans()):
         layers[0] = layers[0][1:]
     numbers = ()
     if draw(st.booleans()):
         layers = layers[:3]
         between = draw(st.builds(Option, st.none(), SIZES, st.just(0), *IDLE, SIZES, SIZES, OFF))
-        again = [draw(layer([one.choice for one in options])) for options in layers]
+        again = [draw(layer([o.way for o in options], n)) for n, options in enumerate(layers)]
         numbers = (*range(len(layers)), len(layers) - 1, *range(len(layers)))
         layers = [*layers, (between,), *again]
     gradients = draw(
@@ -59,32 +75,43 @@ def of_choices(chain, choices):
     """The options of layers with these choices, one a layer; None where one lacks its choice."""
     pairs = zip(chain.numbers, chain.layers, strict=True)
     found = tuple(
-        options[0] if len(options) == 1 else next((o for o in options if o.choice == choices[n]), 0)
+        options[0] if len(options) == 1 else next((o for o in options if o.way == choices[n]), 0)
         for n, options in pairs
     )
-    return None if 0 in found else found
+    return None if 0 in found or not whole(choices) else found
+
+
+def whole(choices):
+    """Whether all segments are."""
+    place = 0
+    for way, same in itertools.groupby(choices):
+        count, start = way[1] if isinstance(way, tuple) else 1, place
+        place += len([*same])
+        if start % count or (place % count and place < len(choices)):
+            return False
+    return True
 
 
 def choices_of(chain):
     """What each layer has a choice of."""
     first = {}
     for number, options in zip(chain.numbers, chain.layers, strict=True):
-        first.setdefault(number, [option.choice for option in options])
+        first.setdefault(number, [option.way for option in options])
     return [*first.values()]
 
 
 def in_runs(chain, runs=3):
     """All assignments in which the choice changes at most twice."""
     for choices in itertools.product(*choices_of(chain)):
-        if len([*itertools.groupby(choices)]) <= runs:
-            yield of_choices(chain, choices)
+        if len([*itertools.groupby(choices)]) <= runs and (found := of_choices(chain, choices)):
+            yield found
 
 
 def mixed(chain):
     """All assignments of which a part in front has two choices, evenly, and the rest a third."""
     choices, count = list(dict.fromkeys(itertools.chain(*choices_of(chain)))), chain.count
     for ahead, ways in itertools.product(range(count + 1), itertools.product(choices, repeat=3)):
-        for share in range(1, ahead):
+        for share in range(1, ahead) if not {*ways[:2]} & {*SEGMENTS} else ():
             places = [*mixture(share, ahead), *[2] * (count - ahead)]
             if (named := of_choices(chain, [ways[place] for place in places])) is not None:
                 yield named

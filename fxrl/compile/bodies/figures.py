@@ -32,7 +32,7 @@ class Figures:
     backward_s: float
     # Source (as in ``ops.region.kernels.Later``) and bytes of each tensor that the backward reads.
     saved: tuple[tuple[tuple[str, int], int], ...]
-    again_bytes: int = 0  # peak of what groups sum again
+    again_bytes: int = 0  # peak of what makes outputs again
     again_s: float = 0.0
     beside: bool = False
 

@@ -88,11 +88,22 @@ def partition(
 def outputs_again(forward: fx.GraphModule, num_outputs: int) -> Later:
     """The graph of a forward's outputs of what it keeps."""
     results: Any = forward.graph.output_node().args[0]
-    sizes = {n for n in forward.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}
-    given = sizes.union(results[num_outputs:])
-    nodes = _needed(results[:num_outputs], set(forward.graph.nodes), given)
-    again = _graph_of(forward, nodes, results[:num_outputs], given)
-    return _Settling(forward, again, len(results)).settle()[1]
+    nodes = set(forward.graph.nodes)
+    sizes = {n for n in nodes if isinstance(n.meta.get("val"), torch.SymInt)}
+    given = sizes.union(results[num_outputs:], filter(_sums_groups, nodes))
+    needed = _needed(results[:num_outputs], nodes, given)
+    again = _graph_of(forward, needed, results[:num_outputs], given)
+    return _Settling(forward, again, len(results), sum_again=True).settle()[1]
+
+
+def _sums_groups(node: fx.Node) -> bool:
+    """Whether a value is an output of groups of heads, which can be summed again of what they
+    keep."""
+    call, place = node.args if is_call(node, operator.getitem) else (None, None)
+    if not is_call(call, torch.ops.fxrl.region.default):
+        return False
+    kernels = lookup(str(call.args[1]))
+    return kernels.again is not None and place in range(kernels.num_outputs)
 
 
 def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
@@ -259,12 +270,7 @@ class _Settling:
         return is_view(node) or self._is_sum(node)
 
     def _is_sum(self, node: fx.Node) -> bool:
-        """Whether a value is an output of groups of heads that shall be summed again."""
-        call, place = node.args if is_call(node, operator.getitem) else (None, None)
-        if not self._sum_again or not is_call(call, torch.ops.fxrl.region.default):
-            return False
-        kernels = lookup(str(call.args[1]))
-        return kernels.again is not None and place in range(kernels.num_outputs)
+        return self._sum_again and _sums_groups(node)
 
     def _sum(self, node: fx.Node) -> fx.Node:
         """The backward's own sum over groups for the forward's ``node``."""
@@ -272,7 +278,8 @@ class _Settling:
 
         def made(value: fx.Node) -> fx.Node:
             """What the sum reads: kept where it is anyway, else (a weight in bf16) made again."""
-            if value.op == "placeholder" or value.name in self._places:
+            kept = value in self._results or value.name in self._places
+            if kept or value.op == "placeholder":
                 return self._place(value)
             return graph.node_copy(value, made)
 

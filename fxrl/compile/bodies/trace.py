@@ -63,7 +63,7 @@ class TracedBody:
         decomposed: they are of Inductor's own ops.
         bound: the sizes that vary.
         forward, backward: the halves; ``backward`` is None without a gradient.
-        again: the outputs of what groups keep; None if they keep none.
+        again: the outputs of what is kept; None where nobody asks for them.
         num_outputs: outputs of the region itself.
         grad_outputs: which outputs have an incoming gradient.
         input_examples, grad_examples: what was traced with.
@@ -132,8 +132,8 @@ class TracedBody:
         with self.mode:
             split = partition(joint, self.num_outputs, alive, cut=self.region.cut)
         self.forward, self.backward = split
-        by_groups = self.num_kept and self.region.groups > 1
-        self.again = outputs_again(self.forward, self.num_outputs) if by_groups else None
+        asked = self.region.again == "outputs" or (self.num_kept and self.region.groups > 1)
+        self.again = outputs_again(self.forward, self.num_outputs) if asked else None
         for graph in filter(None, self.graphs):
             self._pass(HALF_PIPELINE, graph)
 

@@ -251,7 +251,7 @@ def build_region(
     The caller owns the kernels: the op finds them for as long as somebody holds them.
     """
     plan, alike = plan or Plan(), {} if alike is None else alike
-    body = replace(region, cut="inputs").id
+    body = replace(region, cut="inputs", again="never").id
     key = _key(region, options, plan)
     built = registered(key)
     if not isinstance(built, CompiledRegion):

@@ -58,7 +58,7 @@ class Body:
     backward: Later | None  # -> gradients of the inputs that need one; None where none does
     num_outputs: int  # outputs of the region itself
     num_kept: int = 0  # values that it keeps
-    again: Later | None = None  # -> outputs, of what groups keep; None where they keep nothing
+    again: Later | None = None  # -> outputs, of what is kept; None where nobody asks for them
     # Strides that the halves were traced for.
     inputs: tuple[Strides, ...] = ()
     grads: tuple[Strides, ...] = ()
@@ -88,7 +88,7 @@ class RegionKernels(ABC):
     bound: BoundSizes  # its sizes that vary
     num_outputs: int  # outputs of the region itself
     grad_outputs: tuple[int, ...]  # which outputs take an incoming gradient
-    # The inputs and outputs that ``fxrl::region_again`` takes; None where groups keep nothing.
+    # The inputs and outputs that ``fxrl::region_again`` takes; None where it makes no outputs.
     again: tuple[Source, ...] | None = None
     min_rows: int = 1  # tiles of fewer rows are padded (a compiled body may assume at least 2)
 

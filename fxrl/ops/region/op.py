@@ -1,8 +1,9 @@
 """The op behind every region: ``fxrl::region`` and its backward ``fxrl::region_vjp``.
 
 The forward returns the region's outputs and, behind them, what its cut hands to the backward; the
-graph sees the outputs alone. What runs is looked up by a key made of content and options. What
-groups keep lies side by side in a new first dim; ``fxrl::region_again`` sums outputs of it again.
+graph sees the outputs alone. What runs is looked up by a key made of content and options.
+``fxrl::region_again`` makes outputs once more of what is kept; what groups keep lies side by side
+in a new first dim.
 
 NOTE [Why an opaque op]: an autograd.Function that AOTAutograd inlines loses the saving under
 Inductor, whose CSE merges the recomputed matmul with the forward's, and full-graph Inductor
@@ -11,6 +12,10 @@ run-time values, and one compiled body serves every shape.
 
 NOTE [Why what is kept are outputs of the op]: an opaque op can only save what autograd sees, its
 inputs and outputs. PyTorch's own fused ops (attention's log-sum-exp) do the same.
+
+NOTE [Why who made an input is asked for it in the backward]: a segment of layers that keeps only
+its first input runs forward again when the backward comes to its last layer, each layer asking the
+one before. What they read on the way is held until their own backward, which is next.
 """
 
 from __future__ import annotations
@@ -26,7 +31,15 @@ from fxrl.ops import no_second_derivative
 from fxrl.ops.host_memory import can_wait, pool_of
 from fxrl.ops.out_of_memory import join, with_room
 from fxrl.ops.region.groups import again_by_groups, backward_by_groups, forward_by_groups
-from fxrl.ops.region.kernels import as_traced, backward_of, lookup
+from fxrl.ops.region.kernels import (
+    Body,
+    Later,
+    RegionKernels,
+    Source,
+    as_traced,
+    backward_of,
+    lookup,
+)
 from fxrl.ops.region.tiles import backward_by_tiles, forward_by_tiles, scaled
 
 
@@ -34,16 +47,23 @@ from fxrl.ops.region.tiles import backward_by_tiles, forward_by_tiles, scaled
 @torch.library.custom_op(
     "fxrl::region",
     mutates_args=(),
-    schema="(Tensor[] inputs, str key, SymInt tile, int[] host, int[] pace=[]) -> Tensor[]",
+    schema="(Tensor[] inputs, str key, SymInt tile, int[] host, int[] pace=[], int[] again=[]) "
+    "-> Tensor[]",
 )
 def region(
-    inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
+    inputs: list[Tensor],
+    key: str,
+    tile: int,
+    host: Sequence[int],
+    pace: Sequence[int] = (),
+    again: Sequence[int] = (),
 ) -> list[Tensor]:
     """Run a region's forward, whole, in tiles of ``tile`` rows or in its groups; returns outputs,
     then kept values.
 
     Inputs in ``host`` wait in host memory for the backward; -1 stands for all kept values. ``pace``
-    is ``sending`` and ``fetching`` of ``HostPool.store``, empty if not planned.
+    is ``sending`` and ``fetching`` of ``HostPool.store``, empty if not planned. Inputs in ``again``
+    wait nowhere: the regions that returned them make them again.
     """
     kernels = lookup(key)
     # Bodies already contain the casts that autocast asked for when they were captured.
@@ -58,9 +78,7 @@ def region(
 
 
 @region.register_fake
-def _(
-    inputs: list[Tensor], key: str, tile: int, host: Sequence[int], pace: Sequence[int] = ()
-) -> list[Tensor]:
+def _(inputs: list[Tensor], key: str, *_: Any) -> list[Tensor]:
     return [*map(memory_like, lookup(key).fake_outputs(inputs))]
 
 
@@ -100,11 +118,15 @@ def region_vjp(
         if kernels.region.groups > 1:
             return backward_by_groups(kernels, body, kept, given)
         backward = backward_of(body, key)
-        read = [
-            as_traced(x, body.inputs[i]) if kind == "input" else x
-            for x, (kind, i) in zip(kept, backward.read, strict=True)
-        ]
-        return fresh(list(backward(read, given)), [*kept, *grads])
+        return fresh(list(backward(_read(body, backward, kept), given)), [*kept, *grads])
+
+
+def _read(body: Body, later: Later, kept: Sequence[Tensor]) -> list[Tensor]:
+    """What runs behind the forward reads, as it was traced."""
+    return [
+        as_traced(x, body.inputs[i]) if kind == "input" else x
+        for x, (kind, i) in zip(kept, later.read, strict=True)
+    ]
 
 
 @region_vjp.register_fake
@@ -115,35 +137,49 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
-    tensors, ctx.key, ctx.tile, host, pace = inputs
-    # torch takes an empty list for one of tensors, and leaves out what has its default's value
-    ctx.grads_of_counts = [None if host else [], *([None] if pace else [])]
+    tensors, ctx.key, ctx.tile, *counts = inputs
+    host, pace, again = counts
+    # torch leaves out what has its default's value at the end, and takes an empty list for one of
+    # tensors
+    given = 3 if again else 2 if pace else 1
+    ctx.grads_of_counts = [None if count else [] for count in counts[:given]]
     kernels = lookup(ctx.key)
     ctx.kernels = kernels  # a backward may outlive the capture
     if not any(spec.needs_grad for spec in kernels.region.inputs):
         ctx.mark_non_differentiable(*output)  # though inputs may want one that nothing gives
         return
     ctx.sizes = kernels.bound.read(tensors)
-    count, asked = len(output), {("output" if i < 0 else "input", i) for i in host}
+    count = len(output)
     if kernels.makes_vectors:
         count -= kernels.region.num_grads
-        values = [_Value(vectors, own=True) for vectors in output[count:]]
+        ctx.sources = [("output", i) for i in range(count, len(output))]
     elif kernels.region.tiled:
-        values = [_Value(x, _is_made(x)) for x in tensors]
+        ctx.sources = [("input", i) for i in range(len(tensors))]
     else:
         body = kernels.body(ctx.sizes)
-        count = body.num_outputs
-        values = [
-            _Value(output[i], i >= count, ("output", -1) in asked)
-            if kind == "output"
-            else _Value(tensors[i], _is_made(tensors[i]), ("input", i) in asked)
-            for kind, i in (body.backward.read if body.backward else ())
-        ]
+        count, ctx.sources = body.num_outputs, _waiting(kernels, body, len(tensors))
+    values = [
+        _Value(output[i], i >= count, -1 in host)
+        if kind == "output"
+        else _Value(tensors[i], _is_made(tensors[i]), i in host, i in again)
+        for kind, i in ctx.sources
+    ]
     _keep(ctx, values, pace, output[0].device)
+    ctx.held = None
     ctx.results = [(tuple(o.shape), o.dtype, o.device) for o in output[:count]]
     taken = {*kernels.grad_outputs}
     ctx.mark_non_differentiable(*(o for i, o in enumerate(output) if i not in taken))
     ctx.set_materialize_grads(False)
+
+
+def _waiting(kernels: RegionKernels, body: Body, num_inputs: int) -> list[Source]:
+    """What waits for a backward: what it reads, or what makes that, and the outputs, again."""
+    if body.backward is None:
+        return []
+    if kernels.region.again == "forward":
+        return [("input", i) for i in range(num_inputs)]
+    later = filter(None, (body.backward, body.again))
+    return list(dict.fromkeys(source for half in later for source in half.read))
 
 
 class _Value(NamedTuple):
@@ -152,6 +188,16 @@ class _Value(NamedTuple):
     tensor: Tensor  # itself
     own: bool  # nobody keeps it but for this backward
     asked: bool = False  # it shall wait in host memory
+    again: bool = False  # who made it shall make it again
+
+    @property
+    def maker(self) -> Maker | None:
+        """Who makes it again; None where it waits."""
+        return (self.tensor.grad_fn, self.tensor.output_nr) if self.again else None
+
+
+#: The autograd context of a region's forward, and which of the outputs.
+Maker = tuple[Any, int]
 
 
 def _is_made(x: Tensor) -> bool:
@@ -161,22 +207,63 @@ def _is_made(x: Tensor) -> bool:
 
 
 def _keep(ctx: Any, values: Sequence[_Value], pace: Sequence[int], device: torch.device) -> None:
-    """Save values for the backward, those that are marked in host memory."""
-    ctx.away = [value.asked and can_wait(value.tensor) for value in values]
+    """Save values for the backward, those that are marked in host memory or nowhere."""
+    ctx.makers = [value.maker for value in values]
+    ctx.away = [v.asked and not v.again and can_wait(v.tensor) for v in values]
     gone = [value.tensor for value, away in zip(values, ctx.away, strict=True) if away]
     ctx.stored = None
     if gone or pace:  # who keeps all on the GPU has a turn, too
         said = dict(zip(("sending", "fetching"), pace, strict=True)) if pace else {}
         ctx.stored = pool_of(device).store(gone, **said)
-    here = [value for value, away in zip(values, ctx.away, strict=True) if not away]
+    pairs = zip(values, ctx.away, strict=True)
+    here = [value for value, away in pairs if not (away or value.again)]
     ctx.save_for_backward(*(value.tensor for value in here))
     join(ctx, [value.own for value in here])
 
 
+def _found(ctx: Any, *, ahead: bool) -> dict[Source, Tensor]:
+    """All that waits for a backward, by source: here, or fetched from the host, letting others set
+    out ``ahead`` of their own backward, or made again."""
+    here = iter(ctx.saved_tensors)
+    back = iter(ctx.stored.fetch(ahead=ahead) if ctx.stored else ())
+    found: dict[Source, Tensor] = {}
+    for source, away, maker in zip(ctx.sources, ctx.away, ctx.makers, strict=True):
+        if maker is None:
+            found[source] = next(back) if away else next(here)
+        else:
+            context, place = maker
+            found[source] = _again(context)[place]
+    return found
+
+
+def _again(ctx: Any) -> list[Tensor]:
+    """A region's outputs once more. What that takes is held for its own backward."""
+    kernels, count = ctx.kernels, len(ctx.results)
+    held = ctx.held = ctx.held or _found(ctx, ahead=False)
+    with torch.no_grad():
+        if kernels.region.again != "forward":
+            again = kernels.body(ctx.sizes).again
+            kept = [held[source] for source in again.read]
+            outputs: list[Tensor] = torch.ops.fxrl.region_again(kept, list(ctx.sizes), ctx.key)
+            return outputs
+        inputs = [held["input", i] for i in range(len(kernels.region.inputs))]
+        made = torch.ops.fxrl.region(inputs, ctx.key, ctx.tile, [])
+    held |= {("output", i): made[i] for i in range(count, len(made))}
+    return list(made[:count])
+
+
 def _kept(ctx: Any) -> list[Tensor]:
-    """The tensors that ``_keep`` saved, fetched from the host where they wait there."""
-    here, back = iter(ctx.saved_tensors), iter(ctx.stored.fetch() if ctx.stored else ())
-    return [next(back) if away else next(here) for away in ctx.away]
+    """The tensors that the backward reads."""
+    if ctx.held is None:
+        ctx.held = _found(ctx, ahead=True)
+        if ctx.kernels.region.again == "forward":
+            _again(ctx)  # nobody has asked for the outputs
+    elif ctx.stored:
+        ctx.stored.set_out()
+    held, ctx.held = ctx.held, None
+    if ctx.kernels.region.tiled:
+        return list(held.values())
+    return [held[source] for source in ctx.kernels.body(ctx.sizes).backward.read]
 
 
 def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -208,11 +295,15 @@ no_second_derivative(region_vjp)
     schema="(Tensor[] kept, SymInt[] sizes, str key) -> Tensor[]",
 )
 def region_again(kept: list[Tensor], sizes: list[int], key: str) -> list[Tensor]:
-    """The outputs of a region's groups once more. ``kept`` are the tensors that the sources of
+    """The outputs of a region once more. ``kept`` are the tensors that the sources of
     ``Body.again`` name, in order, ``sizes`` as in ``region_vjp``."""
     kernels = lookup(key)
+    body = kernels.body(sizes)
+    assert body.again is not None, f"region {key} was not to make its outputs again"
     with torch.autocast(kept[0].device.type, enabled=False):
-        return again_by_groups(kernels, kernels.body(sizes), kept)
+        if kernels.region.groups > 1:
+            return again_by_groups(kernels, body, kept)
+        return fresh(list(body.again(_read(body, body.again, kept))), kept)
 
 
 @region_again.register_fake
