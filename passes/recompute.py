@@ -85,8 +85,10 @@ class Recompute(LayerPass):
     requires: ClassVar[tuple[str, ...]] = ("outline-layers",)
     doc: ClassVar[PassDoc] = PassDoc(
         "a layer that was outlined",
-        "what autograd keeps of every small op; with the plan's `inputs`, of everything inside",
-        "norms and activations once more in backward; with `inputs` the matrix products too",
+        "what autograd keeps of every small op; with the plan's `inputs`, of everything inside; "
+        "with its `again`, inputs too, but for the first layer's of a segment",
+        "norms and activations once more in backward; with `inputs` and `again` the matrix "
+        "products too",
         "the layer was not outlined: `outline-layers` says why",
     )
 

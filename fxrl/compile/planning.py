@@ -487,16 +487,18 @@ class StepChain:
     @cached_property
     def _segments(self) -> dict[Stretch, list[Option]]:
         """The options of layers in segments. A segment begins at each layer whose number its length
-        divides, and at those whose input no layer makes again."""
+        divides, and at those whose input no layer makes again; what a plan gave stays outside."""
         found: dict[Stretch, list[Option]] = {run: [] for run in self.runs}
-        pairs = zip(self._numbers, self.places, strict=True)
-        numbers = [number for number, place in pairs if isinstance(place, Stretch)]
+        pairs = itertools.pairwise(self.runs)
+        joined = self._after - {run for pair in pairs if self._given.keys() & pair for run in pair}
+        places = zip(self._numbers, self.places, strict=True)
+        numbers = [number for number, place in places if isinstance(place, Stretch)]
         parts = {part: None for parts in self._parts.values() for part in parts[1:] or parts}
         for count, cut, (tile, groups) in itertools.product(SEGMENTS, SEGMENTED, parts):
             way = replace(cut, tile_tokens=tile, head_groups=groups)
             choices: dict[Stretch, CutLayer] = {}
             begins = [
-                number % count == 0 or run not in self._after
+                number % count == 0 or run not in joined
                 for run, number in zip(self.runs, numbers, strict=True)
             ]
             for run, first, last in zip(self.runs, begins, [*begins[1:], True], strict=True):
@@ -569,6 +571,8 @@ class StepChain:
 
 def without(passes: Collection[str], choice: CutLayer) -> CutLayer:
     """What is left of a choice where these passes do nothing."""
+    if not passes:
+        return choice
     fields = {name: value for one in passes for name, value in UNDONE.get(one, {}).items()}
     for name in ("inputs_on", "kept_on"):
         if getattr(choice, name) == "again":  # which is not what moves to the host

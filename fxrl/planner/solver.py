@@ -77,23 +77,20 @@ _SAMPLE = 7
 
 def _unbeaten(chain: Chain, costs: Sequence[str]) -> Chain:
     """The chain without dominated choices: those for which every layer has another choice that
-    costs no more in any respect. No plan gets better by having them."""
-    of = [{o.way: [getattr(o, n) for n in costs] for o in layer} for layer in chain.layers]
-    choices = list(dict.fromkeys(o.way for layer in chain.layers for o in layer))
-
-    def beats(one: Way, other: Way) -> bool:
-        if _segment(one) not in (1, _segment(other)):  # which cannot begin everywhere
-            return False
-        mine = [layer.get(one) for layer in of if other in layer]
-        its = [layer[other] for layer in of if other in layer]
-        no_worse = all(
-            m is not None and all(a <= b for a, b in zip(m, c, strict=True))
-            for m, c in zip(mine, its, strict=True)
-        )
-        return no_worse and (mine != its or choices.index(one) < choices.index(other))
-
-    left = [c for c in choices if not any(beats(one, c) for one in choices if one != c)]
-    layers = tuple(tuple(o for o in layer if o.way in left) for layer in chain.layers)
+    costs no more in any respect, and may begin wherever they do. No plan gets better by having
+    them."""
+    ways = list(dict.fromkeys(o.way for layer in chain.layers for o in layer))
+    place = {way: index for index, way in enumerate(ways)}
+    table = np.full((len(ways), len(chain.layers), len(costs)), np.inf)
+    for number, layer in enumerate(chain.layers):
+        for option in layer:
+            table[place[option.way], number] = [getattr(option, name) for name in costs]
+    no_worse = (table[:, None] <= table[None]).all((2, 3))  # [one, other]
+    ahead = np.triu(np.ones_like(no_worse), 1)  # of two alike the first stays
+    counts = np.array([_segment(way) for way in ways])
+    anywhere = (counts[:, None] == 1) | (counts[:, None] == counts)
+    beaten = (no_worse & (~no_worse.T | ahead) & anywhere).any(0)
+    layers = tuple(tuple(o for o in layer if not beaten[place[o.way]]) for layer in chain.layers)
     return replace(chain, layers=layers)
 
 

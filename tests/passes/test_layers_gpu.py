@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxrl
-from fxrl.ir.plan import CutLayer, Plan
+from fxrl.ir.plan import CutLayer, Plan, in_segment
 from tests.capture.mixer import outcome
 from tests.passes.layered import ids_batch, make_stack, square_loss
 
@@ -36,8 +36,11 @@ def batch_of(length):
 
 
 def planned(model, cut, inputs_on="gpu", kept_on="gpu"):
-    choice = CutLayer(cut, inputs_on, kept_on)
-    plan = Plan({f"0:blocks.{i}": choice for i in range(LAYERS)})
+    return by_choice(model, [CutLayer(cut, inputs_on, kept_on)] * LAYERS)
+
+
+def by_choice(model, choices):
+    plan = Plan({f"0:blocks.{i}": choice for i, choice in enumerate(choices)})
     config = fxrl.Config(passes=("offload",), on_miss="error")
     return fxrl.optimize(model, square_loss, config, plan=plan)
 
@@ -60,6 +63,22 @@ def test_gradients_are_as_near_to_fp32_as_eagers(model, cut):
         _, eager = outcome(lambda b: square_loss(model, b), model, batch)
         _, ours = outcome(step, model, batch)
         assert distance(ours, true) <= 1.2 * distance(eager, true)
+
+
+@pytest.mark.parametrize("kept_on", ["gpu", "host", "again"])
+@pytest.mark.parametrize("inputs_on", ["gpu", "host"])
+def test_a_segment_has_the_numbers_of_layers_that_keep_their_inputs(model, inputs_on, kept_on):
+    """Bit for bit where its forward runs again; what makes outputs of attention's result is
+    compiled by itself, and may round otherwise."""
+    way = CutLayer("attention", inputs_on, kept_on)
+    segment = [in_segment(way, first=i == 0, last=i == LAYERS - 1) for i in range(LAYERS)]
+    apart = by_choice(model, [CutLayer(choice.kept) for choice in segment])
+    step = by_choice(model, segment)
+    for length in (*LENGTHS, LENGTHS[0]):
+        loss, grads = outcome(apart, model, batch_of(length))
+        its_loss, its_grads = outcome(step, model, batch_of(length))
+        assert torch.equal(loss, its_loss)
+        assert distance(its_grads, grads) <= (0 if kept_on == "again" else 0.01)
 
 
 def test_hopper_takes_cudnn(model):
