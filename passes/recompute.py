@@ -24,14 +24,14 @@ checkpointed call stays, and keeps only its input in any case.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 from torch import fx
 
 from fxrl.analysis.saved_tensors import kept_by
-from fxrl.ir.graph import maker_of, needs_grad
+from fxrl.ir.graph import maker_of, nbytes, needs_grad
 from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice, CutLayer, made_again
 from fxrl.ir.region import Again, Cut, asked_again, region_at, region_calls, set_region, take_again
@@ -109,7 +109,8 @@ class Recompute(LayerPass):
                 set_region(maker, asked_again(maker.meta["region"]))
         done = _DONE["inputs" if again == "forward" else choice.kept]
         words = "; ".join(filter(None, (done, made_again(choice))))
-        return Applied(words, 0 if site.opened else _saved(site.calls))
+        dropped = sum(_input_bytes(call, made) for call, made in makers.items())
+        return Applied(words, dropped + (0 if site.opened else _saved(site.calls)))
 
 
 def makes_again(choice: CutLayer) -> Again:
@@ -148,6 +149,11 @@ def makers_of(call: fx.Node, calls: Sequence[fx.Node]) -> dict[int, fx.Node]:
         if region and region.layer and maker not in calls and needs_grad(inputs[position]):
             found[position] = maker
     return found
+
+
+def _input_bytes(call: fx.Node, places: Iterable[int]) -> int:
+    inputs: Any = call.args[0]
+    return sum(nbytes(inputs[place]) for place in places)
 
 
 def _saved(calls: Sequence[fx.Node]) -> int:

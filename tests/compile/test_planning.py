@@ -248,6 +248,25 @@ def test_the_longest_context_is_one_that_fits():
     assert planned(tokens=plan.max_context, gpu_memory="256MiB").peak_gpu_bytes <= 256 * MiB
 
 
+def test_segments_reach_longer_contexts():
+    with torch.device("meta"):
+        model = make_stack(12, width=64, heads=4)
+    fewest = Plan({f"0:blocks.{i}": CutLayer("inputs", "gpu", "gpu", 4096, 4) for i in range(12)})
+    budgets = {"gpu_memory": "192MiB", "host_memory": 0}
+    apart = stepped(model, plan=fewest, **budgets).plan_for(batch(512)).max_context
+    step = stepped(model, **budgets)
+    longest = step.plan_for(batch(512)).max_context
+    assert longest > 1.1 * apart
+    found = step.plan_for(batch(longest))
+    assert found.peak_gpu_bytes <= 192 * MiB
+    again = [choice.inputs_on == "again" for choice in cuts(found)]
+    assert again[0] is False
+    assert sum(again) >= 4
+    assert Plan.from_json(found.to_json()) == found
+    with pytest.raises(PlanError, match="no plan fits"):
+        stepped(model, plan=fewest, **budgets).plan_for(batch(longest))
+
+
 def test_what_the_user_chose_stays():
     given = Plan({"0:blocks.2": CutLayer("inputs")})
     step = fxrl.optimize(wide_stack("meta"), square_loss, config(), plan=given)

@@ -54,6 +54,28 @@ applied: recompute @ 0:blocks.1: recompute: only its inputs are kept (saves 6.95
     assert cuts == [("0:blocks.0", "products"), ("0:blocks.1", "inputs")]
 
 
+def test_a_layer_may_make_the_next_ones_input_again():
+    gm = outlined(3)
+    plan = Plan(
+        {
+            "0:blocks.0": CutLayer("attention", "gpu", "again"),
+            "0:blocks.1": CutLayer("products", "again"),
+            "0:blocks.2": CutLayer("inputs", "again"),
+        }
+    )
+    assert_expected_inline(
+        plain(Recompute().run(gm, plan)),
+        """\
+applied: recompute @ 0:blocks.0: recompute: only its inputs are kept; its forward runs again and hands over what attention returned (saves 6.953 KiB)
+applied: recompute @ 0:blocks.1: keep: matrix products; norms and activations run again; the layer before makes its input again (saves 1.328 KiB)
+applied: recompute @ 0:blocks.2: recompute: only its inputs are kept; the layer before makes its input again (saves 7.578 KiB)""",
+    )
+    regions = [call.meta["region"] for call in region_calls(gm)]
+    cuts = [("attention", "forward"), ("products", "outputs"), ("inputs", "never")]
+    assert [(region.cut, region.again) for region in regions] == cuts
+    assert [call.args[5:] for call in region_calls(gm)] == [(), ([0],), ([0],)]
+
+
 def test_a_checkpointed_layer_keeps_its_input():
     assert_expected_inline(
         plain(Recompute().run(outlined(checkpointed=True))),

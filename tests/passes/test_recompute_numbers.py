@@ -100,7 +100,7 @@ def attention_runs(work):
 @pytest.mark.parametrize(
     "name", rows(SEGMENTED, ["attention on the host", "attention made again", "groups of heads"])
 )
-def test_segments_have_eagers_numbers(name):
+def test_segments_have_eagers_numbers(name, tmp_path):
     """Also that a segment runs again once: attention twice at most, and once where it is kept."""
     way, runs = SEGMENTED[name]
     model, passes = make_stack(LAYERS), ("recompute", "offload", "tile-tokens", "group-heads")
@@ -119,6 +119,8 @@ def test_segments_have_eagers_numbers(name):
     loss.backward()
     assert all(torch.equal(p.grad, 2 * once[n]) for n, p in model.named_parameters())
     assert step.verify(ids_batch(3, 7)).ok
+    step.dump(tmp_path)  # through AOTAutograd, at sizes that vary
+    assert "region" in (tmp_path / "capture_0/aot/backward.py").read_text()
 
 
 def test_a_segment_keeps_its_first_input():

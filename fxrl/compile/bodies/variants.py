@@ -166,7 +166,8 @@ class CompiledRegion(RegionKernels):
     def body(self, sizes: Sequence[Size]) -> Body:
         if any(isinstance(size, torch.SymInt) for size in sizes):  # nothing runs
             traced = self.traced
-            return Body(traced.forward, traced.backward, traced.num_outputs, traced.num_kept)
+            counts = traced.num_outputs, traced.num_kept
+            return Body(traced.forward, traced.backward, *counts, traced.again)
         key = tuple(map(int, sizes))
         if key not in self._bodies:
             named = dict(zip(self.bound.names, key, strict=True))
