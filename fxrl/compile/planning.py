@@ -524,10 +524,12 @@ class StepChain:
         """The options of layers with these choices, where some make the next one's input again and
         hand to its backward what was made on the way."""
         found: dict[Stretch, Option | None] = {}
-        following = dict(itertools.pairwise(self.runs))
         held = reach = 0
-        for run, choice in choices.items():
-            behind = choices.get(following[run]) if run in following else None
+        for run, following in itertools.pairwise([*self.runs, None]):
+            if run is None or (choice := choices.get(run)) is None:
+                held = reach = 0
+                continue
+            behind = None if following is None else choices.get(following)
             asked = behind is not None and behind.inputs_on == "again"
             held, reach = (held, reach + 1) if choice.inputs_on == "again" else (0, 0)
             option = found[run] = self._cost(run, choice, asked=asked)

@@ -109,7 +109,8 @@ def explained(
         except _NEEDS_NUMBERS as error:
             if not backend.captures:
                 if mode is not None and isinstance(error, TorchRuntimeError):
-                    with mode:  # the user's own error, from its line; this one is of torch's lines
+                    # the user's own error, from its line; this one is of torch's lines
+                    with mode, _told_once():
                         loss_fn(wrapper.inner, inputs)
                 raise
             reason = f"code after a graph break needs real numbers: {reason_of(error)}"

@@ -18,7 +18,7 @@ from fxrl.compile.backend import Backend
 from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.compile.by_plan import ByPlan
 from fxrl.errors import HostMemoryError
-from fxrl.ir.plan import CutLayer, Plan
+from fxrl.ir.plan import CutLayer, Plan, in_segment
 from fxrl.ops import host_memory
 from fxrl.ops.host_memory import drop_free_pages
 from fxrl.ops.out_of_memory import MemoryWarning
@@ -47,7 +47,8 @@ class Allocator:
 
         def planted(region, sizes):
             found = body(region, sizes)
-            half = getattr(found, self.half)
+            if (half := getattr(found, self.half)) is None:
+                return found
             failing = (
                 self._failing(half)
                 if self.half == "forward"
@@ -153,6 +154,24 @@ def test_a_backward_runs_again_with_what_waits_on_the_host(allocator, place):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         moved = re.search(r"MiB; (.*) that wait .* were moved to host", str(told[0].message))[1]
         assert (moved == "0 B") == (layer == 0 or place == "host"), moved
+
+
+@pytest.mark.parametrize(
+    ("kept_on", "half", "runs"), [("again", "forward", LAYERS), ("gpu", "again", 0)]
+)
+def test_a_segment_that_runs_short_runs_once_more(allocator, kept_on, half, runs):
+    """Of three layers the first two make the next one's input, at the third one's backward."""
+    way = CutLayer("attention", "host", kept_on)
+    choices = [in_segment(way, first=i == 0, last=i == LAYERS - 1) for i in range(LAYERS)]
+    step = make_step(Plan({f"0:blocks.{i}": choice for i, choice in enumerate(choices)}))
+    expected = gradients(step)
+    places = [(half, runs + call, LAYERS - 1) for call in range(LAYERS - 1)]
+    places += [("backward", LAYERS - 1 - layer, layer) for layer in range(LAYERS)]
+    for name, call, layer in places:
+        allocator.fail(name, call)
+        with pytest.warns(MemoryWarning, match=f"ran out in backward of layer {layer}: "):
+            found = gradients(step)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_the_step_behind_a_short_backward_is_planned_tighter(allocator):
