@@ -88,9 +88,9 @@ def break_of(gm: fx.GraphModule) -> list[GraphBreak]:
 def break_remarks(
     breaks: Iterable[GraphBreak], site: str, kind: RemarkKind = RemarkKind.MISSED
 ) -> Report:
-    """One remark for each break; as facts, of those that cost nothing."""
+    """One remark for each break; as facts, of those that cost no head."""
     free = kind == RemarkKind.ANALYSIS
-    end = ", which costs no rewrite" if free else ""
+    end = ", which costs no loss head" if free else ""
     return Report.of(
         Remark(
             kind,

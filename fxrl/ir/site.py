@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import fx
 
@@ -58,17 +59,27 @@ def name_held(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
 def name_inside(gm: fx.GraphModule, names: Mapping[str, str], around: str) -> None:
     """Let modules in a graph that begins inside of the model have ``names``, by their ids: Dynamo
     knows them by the way from where the graph begins, such as ``L['self'].q_proj``. The one with
-    the id ``around`` is around all: a method of it begins the graph."""
+    the id ``around`` is around all: a method of it begins the graph. So are those that hold the
+    outermost one, whose methods the graph begins behind."""
+    ids = {name: key for key, name in names.items()}
     for graph in graphs_of(gm):
         for node in graph.nodes:
-            stack = {around: ("", None), **(node.meta.get("nn_module_stack") or {})}
-            for key, (where, kind) in stack.items():
+            own = {around: ("", None), **(node.meta.get("nn_module_stack") or {})}
+            stack: dict[str, tuple[str, Any]] = {}
+            for key, (where, kind) in own.items():
                 name = names.get(key.partition("@")[0])
-                stack[key] = (f"L['model'].{name}" if name else where, kind)
-            if not stack[around][0]:
-                del stack[around]
+                parts = name.split(".") if name and not stack else []
+                holders = [".".join(parts[:end]) for end in range(1, len(parts))]
+                stack |= {ids[one]: (_of_model(one), None) for one in holders}
+                where = _of_model(name) if name else where
+                if where:
+                    stack[key] = where, kind
             if stack:
                 node.meta["nn_module_stack"] = stack
+
+
+def _of_model(name: str) -> str:
+    return f"L['model'].{name}"
 
 
 def module_path(node: fx.Node) -> str:

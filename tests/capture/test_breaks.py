@@ -807,6 +807,31 @@ def test_layers_that_are_graphs_of_their_own_are_known_for_layers() -> None:
     assert done == {("outline-layers", "layers.0-0"), ("recompute", "layers.0"), head}
 
 
+class Wrapped(nn.Module):
+    """A layer whose work is in a module of its own, which is called behind a graph's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mix = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+        self.inner = nn.Sequential(next(mix), nn.Tanh(), next(mix))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        made: Tensor = self.inner(x)
+        return made
+
+
+def test_what_a_layer_calls_behind_a_break_is_known_for_that_layers() -> None:
+    torch.manual_seed(0)
+    model = Stack(inside=False)
+    model.layers = nn.ModuleList(Wrapped() for _ in range(2))
+    config = replace(QUIET, passes=("outline-layers", "recompute", "chunk-vocab-region"))
+    step = optimize(model, policy_loss, config)
+    assert_matches_eager(step, policy_loss, model, fixed(make_batch()))
+    applied = {r.site.partition(":")[2] for r in step.report.of_kind("applied")}
+    assert {"layers.0", "layers.1"} <= applied
+
+
 def test_a_break_that_costs_nothing_is_a_fact() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         torch._dynamo.graph_break()
