@@ -94,6 +94,35 @@ def test_ten_shapes_take_two_captures(loss_fn, count):
     assert len(step.captures) <= 2
 
 
+class Ways:
+    """``opt_einsum``, which torch asks where it is installed."""
+
+    @staticmethod
+    def contract_path(equation, *operands, shapes=False, **how):
+        sizes = operands if shapes else [one.shape for one in operands]
+        assert all(int(size) for one in sizes for size in one)
+        return [(0, 1)] * (len(operands) - 1), None
+
+
+def weighted_in_one_product(model, batch):
+    logps = model(batch["ids"]).log_softmax(-1).gather(-1, batch["ids"][..., None])[..., 0]
+    return torch.einsum("bt,bt,bt->b", logps, batch["weight"], logps.detach()).mean()
+
+
+def test_an_einsum_of_three_is_captured_once_with_opt_einsum_installed(monkeypatch):
+    own = torch.backends.opt_einsum
+    installed = {"_opt_einsum": Ways, "enabled": True, "strategy": "auto"}
+    for name, value in installed.items():
+        monkeypatch.setitem(own.get_opt_einsum.__globals__, name, value)
+    monkeypatch.setattr(own, "is_available", lambda: True)
+    model = Lm()
+    step = step_for(model, weighted_in_one_product, on_miss="error")
+    for shape in [(2, 7), (3, 9), (4, 5)]:
+        batch = batch_of(*shape)
+        assert_matches_eager(step, weighted_in_one_product, model, batch, tol=1e-5)
+    assert len(step.captures) == 1
+
+
 def test_sizes_that_the_caller_marks_as_static_are_constants():
     model = Lm()
     step = step_for(model)

@@ -72,6 +72,7 @@ _LEAVES = {
 # The module: the package has its function by that name.
 _COND: Any = import_module("torch._higher_order_ops.cond")
 _merge = _COND._merge_output
+_opt_einsum = torch.backends.opt_einsum.get_opt_einsum
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MANY_ROWS = 1000  # each round of a loop is traced
 _unpack, _to_list = TensorVariable.unpack_var_sequence, TensorVariable.method_tolist
@@ -447,6 +448,16 @@ def _taken_along(
     return input.expand(source).gather(dim, from_the_start)
 
 
+class _WaysToMultiply:
+    """``opt_einsum``, which takes sizes for constants: an ``einsum`` of three values or more would
+    be captured anew for each. In which order they are multiplied is chosen by the first ones."""
+
+    @staticmethod
+    def contract_path(equation: str, *operands: torch.Tensor, **how: Any) -> Any:
+        shapes = [tuple(map(hint, one.shape)) for one in operands]
+        return _opt_einsum().contract_path(equation, *shapes, shapes=True, **how)
+
+
 def _bound(args: Any, kwargs: Any, *names: str) -> tuple[Any, Any]:
     """A size or count, which has one of these names, and the dim that is split."""
     given = dict(zip((names[0], "dim"), args, strict=False)) | kwargs
@@ -640,6 +651,7 @@ def _strided_by_sizes(value: Any) -> Any:
 HANDLERS = {dis.opmap[name]: _jump(name) for name in _JUMPS} | {_SUBSCRIPT.opcode: _subscript}
 REPLACED: list[tuple[Any, str, Any]] = [
     (_COND, "_merge_output", _merged),
+    (torch.backends.opt_einsum, "get_opt_einsum", lambda: _WaysToMultiply),
     *_methods({"tolist": _listed, "split": _split, "chunk": _chunk}),
     (TensorVariable, "unpack_var_sequence", _unpacked),
     (TorchInGraphFunctionVariable, "call_function", _call_in_graph),
