@@ -261,15 +261,15 @@ class CapturedLoss:
 
     def _next_way(self, way: int, failure: Exception) -> int:
         """The way to try where one has failed."""
-        of_data = _decided_by_data(failure)
-        # Only the way that a branch was taken for likely to go may hold what fails, such as a split
-        # of another count of rows: Python is asked at branches then.
-        likely = not of_data and self._branches[way].any_followed
-        if way == _IN_PARTS or (way == _WHOLE and not (of_data or likely)):
+        of_data, branches = _decided_by_data(failure), self._branches[way]
+        if way == _WHOLE and not of_data and branches.any_followed:
+            # Only the way that a branch was taken for likely to go may hold what fails, such as a
+            # split of another count of rows: Python is asked at branches then.
+            branches.leave()
+            return way
+        if way == _IN_PARTS or (way == _WHOLE and not of_data):
             return _AS_WRITTEN
-        self._branches[way + 1].learn(self._branches[way])
-        if likely:
-            self._branches[way + 1].leave()
+        self._branches[way + 1].learn(branches)
         return way + 1
 
     @cached_property

@@ -240,6 +240,42 @@ def test_a_branch_of_each_row_loses_nothing(objective, told):
     assert len(heads) <= 4
 
 
+class Torchs(nn.Module):
+    """Layers of torch's own, which find out themselves whether a mask is causal."""
+
+    def __init__(self, decodes: bool) -> None:
+        super().__init__()
+        kind = nn.TransformerDecoderLayer if decodes else nn.TransformerEncoderLayer
+        layers = nn.TransformerDecoder if decodes else nn.TransformerEncoder
+        self.embed, self.head = nn.Embedding(61, 12), nn.Linear(12, 61)
+        self.layers = layers(kind(12, 2, 16, dropout=0.0, batch_first=True), 2)
+        self.decodes = decodes
+
+    def forward(self, ids: Tensor, window: Tensor) -> Tensor:
+        x, place = self.embed(ids), torch.arange(ids.shape[1])
+        before = place[:, None] - place
+        hidden = torch.zeros(before.shape, dtype=x.dtype)
+        hidden = hidden.masked_fill((before < 0) | (before >= window), -torch.inf)
+        given = {"memory": x[:, :3], "tgt_mask": hidden} if self.decodes else {"mask": hidden}
+        logits: Tensor = self.head(self.layers(x, **given))
+        return logits
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_an_op_that_is_told_a_tensors_value_is_captured_with_it(decodes):
+    def loss(model, batch):
+        return -token_logps(model(batch["ids"], batch["window"]), batch["ids"]).mean()
+
+    torch.manual_seed(0)
+    model = Torchs(decodes).double()
+    step = optimize(model, loss, CONFIG)
+    for count, window in ((1, torch.tensor(100)), (2, torch.tensor(2))):
+        for rows, length in ((3, 7), (2, 9)):
+            assert_matches_eager(step, loss, model, make_batch(rows, length, window=window))
+        assert captures(step) == count
+    assert fused(step)
+
+
 @pytest.mark.parametrize("options", [{"passes": ()}, {"min_saved_bytes": "1GiB"}])
 def test_a_branch_is_followed_where_nothing_is_rewritten_too(options):
     step = assert_runs_as_eager(loss_fn, [False, True], dataclasses.replace(QUIET, **options))

@@ -17,6 +17,7 @@ from functools import partial
 from importlib import import_module
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -98,6 +99,8 @@ _call_numpy = NumpyVariable.call_function
 _call_polyfill = PolyfilledFunctionVariable.call_function
 # The function that is captured and the branches that are followed in it, innermost last.
 followed: list[tuple[CodeType, Branches]] = []
+# By the sizes of a graph: for what numbers are taken that were read off tensors, asked for a truth.
+_TRUTHS: WeakKeyDictionary[Any, dict[Any, bool]] = WeakKeyDictionary()
 
 
 def _jump(name: str) -> Callable[[Any, Any], None]:
@@ -105,24 +108,39 @@ def _jump(name: str) -> Callable[[Any, Any], None]:
 
     def jump(translator: Any, instruction: Any) -> None:
         value = translator.stack[-1].realize()
-        taken = _taken(translator, instruction, jumps_if) if _known_when_run(value) else None
-        if taken is None:
+        truth = _truth(translator, value, partial(_taken, translator, instruction, jumps_if))
+        if truth is None:
             getattr(translator, name)(instruction)
             return
-        truth, branch = taken
-        call = translator.output.create_proxy
-        passes = value.as_proxy()
-        if isinstance(value, SymNodeVariable):
-            passes = call("call_function", torch.scalar_tensor, (passes,), {})
-        if not truth:
-            passes = call("call_function", torch.logical_not, (passes,), {})
-        call("call_function", check, (passes, *(branch or (None, _user_line()))), {})
         if truth == jumps_if:
             translator.jump(instruction)
         if truth != jumps_if or not keeps:
             translator.pop()
 
     return jump
+
+
+def _truth(tx: Any, value: Any, take: Callable[[], tuple[bool, tuple[int, ...]] | None]) -> Any:
+    """What a value is taken for that is known when the graph runs, which checks it; None of others,
+    and where the graph ends. A number that was read off is asked once."""
+    if not _known_when_run(value):
+        return None
+    number = value.sym_num.node.expr if isinstance(value, SymNodeVariable) else None
+    known = _TRUTHS.setdefault(tx.output.shape_env, {})
+    if number in known:
+        return known[number]
+    if (taken := take()) is None:
+        return None
+    truth, branch = taken
+    call = tx.output.create_proxy
+    passes = value.as_proxy()
+    if number is not None:
+        passes = call("call_function", torch.scalar_tensor, (passes,), {})
+        known[number] = truth
+    if not truth:
+        passes = call("call_function", torch.logical_not, (passes,), {})
+    call("call_function", check, (passes, *(branch or (None, _user_line()))), {})
+    return truth
 
 
 def _taken(
@@ -345,6 +363,8 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """``torch.split(x, 8)`` is ``x.split(8)``; marks of layers are told by graph values."""
     if self.value in (begins, again):
         return _call(self, tx, [args[0], *(told_apart(tx, given) for given in args[1:])], kwargs)
+    args = [_flag(tx, one) for one in args]
+    kwargs = {name: _flag(tx, one) for name, one in kwargs.items()}
     if self.value in _MATH and len(args) == 1 and _is_read_off(args[0]):
         return _computed(tx, _MATH[self.value], args[0].realize())
     own = _OF_ROWS_OF_DATA.get(self.value)
@@ -362,6 +382,20 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if method is None:
         return _call(self, tx, args, kwargs)
     return args[0].realize().call_method(tx, method, [*args[1:]], kwargs)
+
+
+def _flag(tx: Any, given: Any) -> Any:
+    """``is_causal=bool((mask == causal).all())``: an op takes constants for truths."""
+    value = given.realize()
+    if not isinstance(value, SymNodeVariable) or value.python_type() is not bool:
+        return given
+
+    def taken() -> tuple[bool, tuple[int]] | None:
+        found = _follow(tx.output, _line(), True)
+        return None if found is None else (bool(found[1]), found[:1])
+
+    truth = _truth(tx, value, taken)
+    return given if truth is None else ConstantVariable.create(truth)
 
 
 def _vary(given: list[Any]) -> bool:
