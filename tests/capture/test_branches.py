@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -238,6 +240,49 @@ def test_a_branch_of_each_row_loses_nothing(objective, told):
     assert not step.report.of_kind("missed")
     heads = [one for one in step.captures if one.report.of_kind("applied")]
     assert len(heads) <= 4
+
+
+class Recurring(Layered):
+    """Goes through its layers as often as chance has it."""
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for _ in range(random.randint(1, 3)):
+            for layer in self.layers:
+                hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def test_a_head_behind_a_loop_of_random_length_is_captured():
+    def loss(model, batch):
+        return -token_logps(model(batch["ids"]), batch["ids"]).mean()
+
+    torch.manual_seed(0)
+    model = Recurring().double()
+    step = optimize(model, loss, CONFIG)
+    for seed in range(4):
+        batch, results = fixed({"ids": torch.randint(0, 11, (3, 5))}), []
+        for call in (partial(loss, model), step):
+            random.seed(seed)
+            results.append((call(batch).item(), random.random()))
+        assert results[1] == pytest.approx(results[0], rel=1e-12)
+    assert fused(step)
+    assert captures(step) <= 4  # what is ahead of it, and one for each length
+
+
+def test_a_loop_over_a_range_of_the_batch_goes_as_far_as_that_does():
+    def loss(model, batch):
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        weighted = sum(logps[:, column] for column in batch["columns"])
+        return -(weighted + (3 in batch["columns"])).mean() / len(batch["columns"])
+
+    torch.manual_seed(0)
+    model = Mixer()
+    step = optimize(model, loss, CONFIG)
+    for columns in (range(2), range(4), range(1, 4), range(4)):
+        assert_matches_eager(step, loss, model, fixed(make_batch(columns=columns)))
+    assert captures(step) == 3
+    assert fused(step)
 
 
 class Torchs(nn.Module):

@@ -30,6 +30,7 @@ from torch._dynamo.variables import (
     TensorVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
+    UnspecializedPythonVariable,
 )
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -313,6 +314,8 @@ def _range(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     round of all rows, ``range(0, n, n)``, is one whatever n is."""
     zero, one = ConstantVariable.create(0), ConstantVariable.create(1)
     given = [arg.realize() for arg in args]
+    if any(isinstance(arg, UnspecializedPythonVariable) for arg in given):
+        end_graph("range by chance", "a random number says how often a loop runs")
     if len(given) not in (1, 2, 3):
         return _make_range(self, tx, *args, **kwargs)
     start, stop, step = (zero, *given, one) if len(given) == 1 else (*given, one)[:3]

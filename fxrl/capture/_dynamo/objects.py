@@ -62,7 +62,7 @@ from torch._dynamo.variables.functions import (
     FunctoolsPartialVariable,
     NestedUserFunctionVariable,
 )
-from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.lists import BaseListVariable, RangeVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable, RandomVariable
 from torch._dynamo.variables.nn_module import (
     record_nn_module_stack,
@@ -231,6 +231,10 @@ def _build(self: Any, value: Any) -> Any:
             has_read(value, _holder(self.source, self.tx.output.root_tx))
     if type(value) is float and value == 0 and self.source:  # 0.0 equals -0.0
         guard_by(lambda own: f"repr({own}) == '{value}'", self.source)
+    if type(value) is range:  # Dynamo takes its end for a size, which no loop goes up to
+        self.install_guards(GuardBuilder.EQUALS_MATCH)
+        bounds = map(ConstantVariable.create, (value.start, value.stop, value.step))
+        return RangeVariable([*bounds], source=self.source)
     return _build_variable(self, value)
 
 
