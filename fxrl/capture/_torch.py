@@ -234,7 +234,9 @@ def global_hooks() -> tuple[int, ...]:
 def forget_inputs(gm: fx.GraphModule) -> None:
     """Let what a graph was traced with be swapped for other tensors (``torch.utils.swap_tensors``):
     torch refuses while anything refers to them weakly, as the numbers do by which the fake mode of
-    the graph knows them."""
+    the graph knows them, and its inputs, which Dynamo lets go of in its own graph alone."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta.pop("grapharg", None)
     if (mode := fake_mode_of(gm.graph)) is not None:
         mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 

@@ -1515,6 +1515,21 @@ def test_an_update_in_place_needs_no_new_capture():
     assert len(step.captures) == 1
 
 
+def test_a_model_whose_conversions_swap_its_weights():
+    """So torch converts where it is asked to, and weights of a class of their own always."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    model = make()
+    step = optimized(model)
+    check(step, model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.float().double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    check(step, model)
+    assert len(step.captures) == 1
+
+
 def test_a_state_that_comes_back_needs_no_new_capture():
     model = make()
     step = optimized(model)
