@@ -321,6 +321,24 @@ def test_an_op_that_is_told_a_tensors_value_is_captured_with_it(decodes):
     assert fused(step)
 
 
+def test_a_truth_that_is_computed_with_is_the_graphs():
+    """One that turns from call to call costs no capture where no Python asks for it."""
+
+    def loss(model, batch):
+        logps = token_logps(model(batch["ids"]), batch["ids"])
+        high = batch["adv"].mean().item() > 0
+        return -(logps * torch.tensor(high)).mean() - torch.full((2,), high).double().mean()
+
+    torch.manual_seed(0)
+    model = Mixer()
+    step = optimize(model, loss, CONFIG)
+    for sign in (1, -1, 1, -1):
+        adv = sign * torch.ones(3, 1, dtype=torch.float64)
+        assert_matches_eager(step, loss, model, fixed(make_batch(adv=adv)))
+    assert captures(step) == 1
+    assert fused(step)
+
+
 @pytest.mark.parametrize("options", [{"passes": ()}, {"min_saved_bytes": "1GiB"}])
 def test_a_branch_is_followed_where_nothing_is_rewritten_too(options):
     step = assert_runs_as_eager(loss_fn, [False, True], dataclasses.replace(QUIET, **options))

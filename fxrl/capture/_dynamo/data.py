@@ -137,7 +137,8 @@ def _truth(tx: Any, value: Any, take: Callable[[], tuple[bool, tuple[int, ...]] 
     passes = value.as_proxy()
     if number is not None:
         passes = call("call_function", torch.scalar_tensor, (passes,), {})
-        known[number] = truth
+        if not in_body(tx):  # which may not run
+            known[number] = truth
     if not truth:
         passes = call("call_function", torch.logical_not, (passes,), {})
     call("call_function", check, (passes, *(branch or (None, _user_line()))), {})
@@ -158,7 +159,11 @@ def _taken(
     jumps = not back and _length(translator.instructions[target:]) > _length(
         translator.instructions[following:]
     )
-    found = _follow(translator.output, (translator.f_code, instruction.offset), jumps == jumps_if)
+    return _way(translator, (translator.f_code, instruction.offset), jumps == jumps_if)
+
+
+def _way(tx: Any, place: Any, likely: bool) -> tuple[bool, tuple[int, ...]] | None:
+    found = _follow(tx.output, place, likely)
     return None if found is None else (bool(found[1]), found[:1])
 
 
@@ -366,8 +371,8 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """``torch.split(x, 8)`` is ``x.split(8)``; marks of layers are told by graph values."""
     if self.value in (begins, again):
         return _call(self, tx, [args[0], *(told_apart(tx, given) for given in args[1:])], kwargs)
-    args = [_flag(tx, one) for one in args]
-    kwargs = {name: _flag(tx, one) for name, one in kwargs.items()}
+    if "is_causal" in kwargs:
+        kwargs = kwargs | {"is_causal": _flag(tx, kwargs["is_causal"])}
     if self.value in _MATH and len(args) == 1 and _is_read_off(args[0]):
         return _computed(tx, _MATH[self.value], args[0].realize())
     own = _OF_ROWS_OF_DATA.get(self.value)
@@ -388,16 +393,12 @@ def _call_in_graph(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _flag(tx: Any, given: Any) -> Any:
-    """``is_causal=bool((mask == causal).all())``: an op takes constants for truths."""
+    """``is_causal=bool((mask == causal).all())``: attention takes a constant, where numbers that
+    are computed with may be a graph's."""
     value = given.realize()
     if not isinstance(value, SymNodeVariable) or value.python_type() is not bool:
         return given
-
-    def taken() -> tuple[bool, tuple[int]] | None:
-        found = _follow(tx.output, _line(), True)
-        return None if found is None else (bool(found[1]), found[:1])
-
-    truth = _truth(tx, value, taken)
+    truth = _truth(tx, value, partial(_way, tx, _line(), True))
     return given if truth is None else ConstantVariable.create(truth)
 
 
