@@ -71,7 +71,14 @@ def _indices(op: Any) -> Callable[..., Tensor]:
     return of_matrix
 
 
+def _of_numbers(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    """``torch.as_tensor(len(ids))``: of sizes torch knows ``tensor`` alone, and so of truths."""
+    return torch.tensor(data, dtype=dtype, device=device)
+
+
 SIZED: dict[Any, Callable[..., Tensor]] = {
+    torch.as_tensor: _of_numbers,
+    torch.asarray: lambda obj, *, dtype=None, device=None: _of_numbers(obj, dtype, device),
     torch.linspace: _linspace,
     torch.triu_indices: _indices(_upper),
     torch.tril_indices: _indices(_lower),

@@ -273,6 +273,15 @@ def spaced(model, batch):
     return -(logps * torch.linspace(0.5, 1.5, steps=count)).mean() - paired
 
 
+def counted(model, batch):
+    """What a loop logs or sums over its ranks: counts and truths as tensors."""
+    logps = shifted(model, batch["ids"])
+    rows, tokens = torch.as_tensor(logps.shape)
+    count = torch.asarray(len(batch["ids"])) * torch.as_tensor(logps.shape[1], dtype=torch.float64)
+    low = torch.as_tensor(bool((logps.detach() < -3).any()))
+    return -logps.sum() / count * torch.where(low, rows, tokens)
+
+
 def preference(model, batch):
     """DPO's."""
     chosen, rejected = (shifted(model, batch["ids"]) * batch["mask"]).sum(-1).chunk(2)
@@ -363,6 +372,7 @@ LAYOUTS = [
     L("distilled in chunks", lambda d, B, T: {"ids": d.ids(B, T)}, distilled,
       sizes=((2, 7), (3, 10))),
     L("weights along a sequence", lambda d, B, T: d.batch(), spaced),
+    L("counts as tensors", lambda d, B, T: d.batch(), counted),
     L("chosen above rejected", lambda d, B, T: {
         "ids": d.ids(2 * B, T), "mask": d.mask(2 * B, T - 1)}, preference),
     L("[T, B]", lambda d, B, T: {"ids": d.ids(T, B), "mask": d.mask(T - 1, B)},

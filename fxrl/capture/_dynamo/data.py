@@ -12,7 +12,7 @@ import dis
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from types import CodeType
@@ -404,8 +404,14 @@ def _flag(tx: Any, given: Any) -> Any:
 
 def _vary(given: list[Any]) -> bool:
     """Whether there is a size among numbers and types, and nothing that is a tensor."""
-    kinds = {type(one.realize()) for one in given}
+    kinds = {*_kinds(given)}
     return SymNodeVariable in kinds and TensorVariable not in kinds
+
+
+def _kinds(given: list[Any]) -> Iterator[type]:
+    for one in given:
+        yield type(value := one.realize())
+        yield from _kinds(value.items) if isinstance(value, BaseListVariable) else ()
 
 
 def _entered(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
