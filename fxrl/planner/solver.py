@@ -4,7 +4,8 @@
     layers a ... b     another             does so all through the forward, while layers between
     layers b ... end   a third             that send little give the link time
 
-A choice may be one of layers in segments (``Option.segments``): its runs are of whole segments.
+A choice may be one of layers in segments (``Option.segments``): these are one run of the three at
+most, of whole segments.
 
 All choices and all places a and b are looked at: sums say what a plan takes at least, and those
 that may be the fastest are played, layer by layer and copy by copy (``planner.pace``).
@@ -125,14 +126,15 @@ class _Plans:
         best, found = np.inf, None
         limits = gpu_bytes, host_bytes
         for first, second in self._by_promise(*limits):
-            bounds = self._least_seconds(first, second, *limits).ravel()
+            table = self._least_seconds(first, second, *limits)
+            bounds = table.ravel()
             promising = np.flatnonzero(bounds < best)
             promising = promising[np.argsort(bounds[promising], kind="stable")]
             for start in range(0, len(promising), _BLOCK):
                 block = promising[start : start + _BLOCK]
                 if bounds[block[0]] >= best:
                     break
-                plans = self._plans(first, second, block)
+                plans = self._plans(first, second, *np.unravel_index(block, table.shape))
                 costs = {name: self._costs[name][plans, self._layers] for name in COSTS}
                 seconds = seconds_at(self.chain, costs, widest(self.chain, costs, gpu_bytes))
                 if seconds.min() < best:
@@ -141,11 +143,12 @@ class _Plans:
 
     def least_peak(self, host_bytes: int) -> tuple[Plan, int]:
         best, found = np.inf, None
-        for first, second in itertools.product(range(len(self._choices)), repeat=2):
+        for first, second in self._pairs():
             peak, host = self._peaks(first, second)
             peak = np.where(host <= host_bytes, peak, np.inf)
             if peak.min() < best:
-                best, found = peak.min(), self._plans(first, second, np.array([peak.argmin()]))
+                where = np.unravel_index([peak.argmin()], peak.shape)
+                best, found = peak.min(), self._plans(first, second, *where)
         if found is None:
             asked = least_host_bytes(self.chain)
             raise PlanError(
@@ -160,9 +163,10 @@ class _Plans:
     # -- what there is to choose
     @cached_property
     def _choices(self) -> list[Way]:
-        """All that any layer has a choice of."""
+        """All that any layer has a choice of; those of layers in segments last."""
         layers = [layer for layer in self.chain.layers if len(layer) > 1] or self.chain.layers
-        return list(dict.fromkeys(option.way for layer in layers for option in layer))
+        found = dict.fromkeys(option.way for layer in layers for option in layer)
+        return sorted(found, key=lambda way: _segment(way) > 1)
 
     @cached_property
     def _options(self) -> list[list[Option | None]]:
@@ -212,39 +216,43 @@ class _Plans:
         return np.concatenate([apart, choices[:, self._numbers]])
 
     @cached_property
-    def _bounds(self) -> tuple[Array, Array]:
-        """[2, place]: where the second and the third of three runs begin, of a mixture both where
-        it ends; and whether a place is a mixture."""
-        count = self.chain.count
-        mixed = [(ahead, ahead) for ahead in range(2, count + 1) for _ in range(1, ahead)]
-        bounds = np.concatenate([self._runs, np.array(mixed, dtype=int).reshape(-1, 2).T], axis=1)
-        return bounds, np.arange(bounds.shape[1]) >= self._runs.shape[1]
+    def _plain(self) -> int:
+        """How many choices are not of layers in segments."""
+        return sum(_segment(way) == 1 for way in self._choices)
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        """All first and second choices."""
+        count = range(len(self._choices))
+        for first, second in itertools.product(count, count):
+            if min(first, second) < self._plain:
+                yield first, second
+
+    def _scope(self, first: int, second: int, every: int = 1) -> tuple[slice, slice]:
+        """Which third choices and places there are with these first and second ones; of one place
+        in so many."""
+        alone = max(first, second) >= self._plain
+        thirds, places = (self._plain, self._runs.shape[1]) if alone else (None, None)
+        return slice(thirds), slice(None, places, every)
 
     @cached_property
     def _allowed(self) -> tuple[Array, Array, Array]:
-        """[choice, place]: whether it may be the first, the second, the third choice there. Of
-        layers in segments a run is whole ones, and nothing is mixed with them."""
-        firsts = [self.chain.numbers.index(number) for number in range(self.chain.count)]
-        begins = np.ones((len(self._choices), self.chain.count + 1), dtype=bool)
-        begins[:, :-1] = self._costs["reach"][:, firsts] == 0
-        (a, b), mixed = self._bounds
-        plain = np.array([_segment(way) == 1 for way in self._choices])[:, None]
-        nothing = (a == b) & ~mixed
-        first = begins[:, a] & (plain | ~mixed)
-        second = nothing | (begins[:, a] & begins[:, b] & (plain | ~mixed))
-        return first, second, begins[:, b]
+        """[choice, place]: whether it may be the first, the second, the third choice there: of
+        layers in segments a run is whole ones."""
+        count = self.chain.count
+        begins = np.ones((len(self._choices), count + 1), dtype=bool)
+        layers = [self.chain.numbers.index(number) for number in range(count)]
+        begins[:, :-1] = self._costs["reach"][:, layers] == 0
+        (a, b), ahead = self._runs, [n for n in range(2, count + 1) for _ in range(1, n)]
+        mixed = np.ones((len(self._choices), len(ahead)), dtype=bool)  # by whoever may be in them
+        both = (a == b) | (begins[:, a] & begins[:, b])
+        halves = (begins[:, a], mixed), (both, mixed), (begins[:, b], begins[:, ahead])
+        first, second, third = (np.concatenate(pair, axis=1) for pair in halves)
+        return first, second, third
 
-    def _may(self, first: int, second: int, every: int = 1) -> Array:
-        """[third choice, place]: whether such a plan can be."""
-        one, two, three = (table[:, ::every] for table in self._allowed)
-        allowed: Array = one[first] & two[second] & three
-        return allowed
-
-    def _plans(self, first: int, second: int, plans: Array) -> Array:
-        """[plan, layer]: choices of plans that are given as (third choice, place) in one number."""
-        third, place = np.divmod(plans, len(self._places))
+    def _plans(self, first: int, second: int, third: Array, place: Array) -> Array:
+        """[plan, layer]: choices of plans with these third choices and places."""
         ways = np.stack([np.full_like(third, first), np.full_like(third, second), third])
-        found: Array = ways[self._places[place], np.arange(len(plans))[:, None]]
+        found: Array = ways[self._places[place], np.arange(len(third))[:, None]]
         return found
 
     def _named(self, plan: Array) -> list[Option]:
@@ -260,18 +268,15 @@ class _Plans:
 
     def _total(self, name: str, first: int, second: int, every: int = 1) -> Array:
         """[third choice, place]: a cost of all layers; of one place in so many."""
-        one, two, three = (table[:, ::every] for table in self._sums[name])
-        total: Array = one[first] + two[second] + three
+        (thirds, places), (one, two, three) = self._scope(first, second, every), self._sums[name]
+        total: Array = one[first, places] + two[second, places] + three[thirds, places]
         return total
 
     def _by_promise(self, gpu_bytes: int, host_bytes: int) -> list[tuple[int, int]]:
         """All first and second choices, those that may be fastest ahead."""
-        count = range(len(self._choices))
         least = {
-            (first, second): float(
-                self._least_seconds(first, second, gpu_bytes, host_bytes, _SAMPLE).min()
-            )
-            for first, second in itertools.product(count, count)
+            pair: float(self._least_seconds(*pair, gpu_bytes, host_bytes, _SAMPLE).min())
+            for pair in self._pairs()
         }
         return sorted(least, key=least.__getitem__)
 
@@ -290,12 +295,14 @@ class _Plans:
         )
         free = gpu_bytes - chain.base_bytes - kept
         at_head = free - made[-1] - chain.head_bytes
-        behind = self._costs["backward_bytes"][:, -1:] * (self._places[::every, -1] == 2)
+        thirds, places = self._scope(first, second, every)
+        behind = self._costs["backward_bytes"][thirds, -1:] * (self._places[places, -1] == 2)
         link, held = moved / chain.link, np.maximum(at_head, 0) / chain.link
         until = np.maximum(np.maximum(forward, link - held) + chain.head_s, link)
         seconds = until + np.maximum(backward, link)
         fits = (at_head >= 0) & (free - made[-1] >= behind) & (moved <= host_bytes)
-        fits &= self._may(first, second, every)
+        one, two, three = self._allowed
+        fits &= one[first, places] & two[second, places] & three[thirds, places]
         return np.where(fits, seconds, np.inf)
 
     # -- peaks of runs
@@ -325,7 +332,8 @@ class _Plans:
         No mixture of equal layers has a lower peak: those that need most go first, whatever else.
         """
         made, (most, keeps) = gradients_made(self.chain), self._of_runs
-        ways = slice(first, first + 1), slice(second, second + 1), slice(None)
+        thirds, places = self._scope(first, second)
+        ways = slice(first, first + 1), slice(second, second + 1), thirds
         kept, peak = np.zeros((1, 1)), np.full((1, 1), float(made[0]))  # [third choice, run]
         for bounds in self._forwards:
             for way, (start, end) in zip(ways, itertools.pairwise(bounds), strict=True):
@@ -335,7 +343,9 @@ class _Plans:
         host = self._total("host_bytes", first, second)
         peaks = np.full_like(host, np.inf)
         peaks[:, : peak.shape[1]] = self.chain.base_bytes + peak
-        return np.where(self._may(first, second), peaks, np.inf), host
+        one, two, three = self._allowed
+        allowed = one[first, places] & two[second, places] & three[thirds, places]
+        return np.where(allowed, peaks, np.inf), host
 
     @cached_property
     def _forwards(self) -> list[tuple[Array, ...]]:

@@ -37,7 +37,8 @@ def layer(ways, number=0):
     return st.tuples(*(option(way, number) for way in ways))
 
 
-LAYERS = st.lists(st.sampled_from(WAYS), min_size=1, max_size=4, unique=True).flatmap(
+CHOSEN = st.lists(st.sampled_from(WAYS), min_size=1, max_size=4, unique=True)
+LAYERS = CHOSEN.filter(lambda ways: {*ways} & {*CHOICES}).flatmap(
     lambda ways: st.integers(1, 6).flatmap(
         lambda count: st.tuples(*(layer(ways, number) for number in range(count))).map(list)
     )
@@ -82,14 +83,15 @@ def of_choices(chain, choices):
 
 
 def whole(choices):
-    """Whether all segments are."""
-    place = 0
+    """Whether all segments are, and in one run."""
+    place = runs = 0
     for way, same in itertools.groupby(choices):
         count, start = way[1] if isinstance(way, tuple) else 1, place
         place += len([*same])
+        runs += isinstance(way, tuple)
         if start % count or (place % count and place < len(choices)):
             return False
-    return True
+    return runs < 2
 
 
 def choices_of(chain):
