@@ -89,7 +89,8 @@ class Recompute(LayerPass):
         "with its `again`, inputs too, but for the first layer's of a segment",
         "norms and activations once more in backward; with `inputs` and `again` the matrix "
         "products too",
-        "the layer was not outlined: `outline-layers` says why",
+        "the layer was not outlined: `outline-layers` says why; or its input shall be made "
+        "`again`, and no layer before makes it, or others read it",
     )
 
     def decide(self, site: OutlinedLayer) -> Choice:
