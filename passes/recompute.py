@@ -24,7 +24,7 @@ checkpointed call stays, and keeps only its input in any case.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -98,19 +98,16 @@ class Recompute(LayerPass):
         return CutLayer("inputs" if site.opened else "products")
 
     def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied:
-        makers = _made_before(site) if choice.inputs_on == "again" else {}
         again = makes_again(choice)
         for call in site.calls:
-            set_region(call, replace(call.meta["region"], cut=choice.kept, again=again))
+            region = call.meta["region"]  # which a later layer may have asked already
+            asked = region.again if again == "never" else again
+            set_region(call, replace(region, cut=choice.kept, again=asked))
+        dropped = _drop_inputs(site) if choice.inputs_on == "again" else 0
         if site.inside:
             return Applied("recompute: the user's checkpointing keeps only its input")
-        for call, made in makers.items():
-            take_again(call, [*made])
-            for maker in made.values():
-                set_region(maker, asked_again(maker.meta["region"]))
         done = _DONE["inputs" if again == "forward" else choice.kept]
         words = "; ".join(filter(None, (done, made_again(choice))))
-        dropped = sum(_input_bytes(call, made) for call, made in makers.items())
         return Applied(words, dropped + (0 if site.opened else _saved(site.calls)))
 
 
@@ -119,14 +116,24 @@ def makes_again(choice: CutLayer) -> Again:
     return "forward" if choice.kept_on == "again" and choice.kept != "inputs" else "never"
 
 
-def _made_before(site: OutlinedLayer) -> dict[fx.Node, dict[int, fx.Node]]:
-    found = {call: makers_of(call, site.calls) for call in site.calls}
-    if site.inside or not any(found.values()):
+def _drop_inputs(site: OutlinedLayer) -> int:
+    """Let the layer before make this one's inputs again, in each forward that is differentiated;
+    bytes that do not wait."""
+    trained = [call for call in site.calls if call.meta["region"].num_grads]
+    makers = [maker_of_inputs(call, site.calls) for call in trained]
+    if site.inside or None in makers:
         raise Refusal(
             "its input waits: the layer before does not make it, or it is read elsewhere too",
             "inputs_on='gpu' or 'host' in the plan's choice for it",
         )
-    return found
+    dropped = 0
+    for call, maker in zip(trained, filter(None, makers), strict=True):
+        inputs: Any = call.args[0]
+        own = own_inputs(call, site.calls)
+        take_again(call, own)
+        set_region(maker, asked_again(maker.meta["region"]))
+        dropped += sum(nbytes(inputs[place]) for place in own)
+    return dropped
 
 
 def own_inputs(call: fx.Node, calls: Sequence[fx.Node]) -> list[int]:
@@ -139,22 +146,17 @@ def own_inputs(call: fx.Node, calls: Sequence[fx.Node]) -> list[int]:
     ]
 
 
-def makers_of(call: fx.Node, calls: Sequence[fx.Node]) -> dict[int, fx.Node]:
-    """Of a layer's own inputs those that a region of another layer returns and can make again:
-    position -> its call."""
+def maker_of_inputs(call: fx.Node, calls: Sequence[fx.Node]) -> fx.Node | None:
+    """The region of another layer that returns all of a layer's own inputs, and so can make them
+    again; None where there is none."""
     inputs: Any = call.args[0]
-    found = {}
-    for position in own_inputs(call, calls):
-        maker = maker_of(inputs[position])
-        region = region_at(maker)
-        if region and region.layer and maker not in calls and needs_grad(inputs[position]):
-            found[position] = maker
-    return found
-
-
-def _input_bytes(call: fx.Node, places: Iterable[int]) -> int:
-    inputs: Any = call.args[0]
-    return sum(nbytes(inputs[place]) for place in places)
+    own = [inputs[place] for place in own_inputs(call, calls)]
+    makers = {maker_of(value) for value in own}
+    if len(makers) != 1 or not all(map(needs_grad, own)):
+        return None
+    (maker,) = makers
+    region = region_at(maker)
+    return maker if region is not None and region.layer and maker not in calls else None
 
 
 def _saved(calls: Sequence[fx.Node]) -> int:

@@ -40,7 +40,7 @@ from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
 from fxrl.ops.host_memory import PAGE
 from fxrl.passes.keep_exponentials import trained_heads
-from fxrl.passes.recompute import OutlinedLayer, makers_of, outlined_layers, own_inputs
+from fxrl.passes.recompute import OutlinedLayer, maker_of_inputs, outlined_layers, own_inputs
 from fxrl.planner.budget import Budget
 from fxrl.planner.chain import Chain, Option, host_bytes, moments, peak_bytes
 from fxrl.planner.eager_profile import CallCost, profile
@@ -223,11 +223,13 @@ class StepChain:
         ``outside``."""
         chain = self.chain_of(options, outside)
         pairs = zip(self.places, options, strict=True)
-        chosen: dict[str, Choice] = {
-            place.layer: option.choice
-            for place, option in pairs
-            if isinstance(place, Stretch) and option.choice is not None
-        }
+        chosen: dict[str, Choice] = {}
+        for place, option in pairs:
+            if not isinstance(place, Stretch) or option.choice is None:
+                continue
+            # a forward that is not differentiated keeps nothing, whatever its layers' choice
+            if _grads(place) or place.layer not in chosen:
+                chosen[place.layer] = option.choice
         return replace(
             self.plan,
             choices={**self.plan.choices, **chosen},
@@ -395,23 +397,32 @@ class StepChain:
             return [self._given[place]]
         choices = [
             replace(cut, tile_tokens=tile, head_groups=groups)
-            for tile, groups in self._parts[self._alike[place]]
-            for cut in (GROUPED if groups else CUTS)
+            for tile, groups in ([(0, 0)] if plain else self._parts(place))
+            for cut in (GROUPED if groups else CUTS[: 1 if plain else None])
         ]
-        choices = [choice for choice in choices if self._done(place, choice)]
-        found = [self._cost(place, choice) for choice in choices[: 1 if plain else None]]
+        behind = self._following.get(place)
+        asked = behind in self._given and self._given[behind].reach > 0
+        done = (choice for choice in choices if self._done(place, choice))
+        found = [self._cost(place, choice, asked=asked) for choice in done]
         return [*filter(None, found), *([] if plain else self._segments[place])]
 
+    def _parts(self, run: Stretch) -> list[tuple[int, int]]:
+        """How a layer may run, as rows per tile and groups of heads, from most bytes to fewest:
+        whole, the MLP in tiles, and with each KV head by itself too."""
+        more, heads = list[tuple[int, int]](), self._heads[self._alike[run]]
+        if prod(map(self.measure, shape_of(_hidden(self._alike[run]))[:-1])) > TILE:
+            more = [(TILE, 0), (TILE, heads)] if heads > 1 else [(TILE, 0)]
+        least = [(part, CutLayer("inputs", "gpu", "gpu", *part)) for part in more]
+        return [(0, 0)] + [
+            part
+            for part, choice in least
+            if self._done(run, choice) and self._cost(run, choice) is not None
+        ]
+
     @cached_property
-    def _parts(self) -> dict[Stretch, list[tuple[int, int]]]:
-        """For layers alike, how they may run, as rows per tile and groups of heads, from most bytes
-        to fewest: whole, the MLP in tiles, and with each KV head by itself too."""
-        found: dict[Stretch, list[tuple[int, int]]] = {}
-        for run in dict.fromkeys(self._alike.values()):
-            parts, heads = found.setdefault(run, [(0, 0)]), _kv_heads(run)
-            if prod(map(self.measure, shape_of(_hidden(run))[:-1])) > TILE:
-                parts += [(TILE, 0), (TILE, heads)] if heads > 1 else [(TILE, 0)]
-        return found
+    def _heads(self) -> dict[Stretch, int]:
+        """How many KV heads layers alike have; 0 where that is not known."""
+        return {run: _kv_heads(run) for run in dict.fromkeys(self._alike.values())}
 
     def _done(self, run: Stretch, choice: CutLayer) -> bool:
         """Whether all that a choice says would be done to a layer."""
@@ -447,9 +458,9 @@ class StepChain:
             profiled = planner.profiles(as_profiled(region))
             found = profiled.at(values, self.measure, planner.target)
             if region.again == "forward":
-                found, made = handed(call, found)
+                found, made = handed(found)
                 hands += made
-            again += found.again_s if region.again != "never" else 0.0
+            again += found.again_s if region.again != "never" and region.num_grads else 0.0
             costs[call] = call_cost(call, found, self.measure)
             host += away_bytes(call, found, own_inputs(call, run.calls), choice)
             if choice.inputs_on == "again":
@@ -489,36 +500,42 @@ class StepChain:
         """The options of layers in segments. A segment begins at each layer whose number its length
         divides, and at those whose input no layer makes again; what a plan gave stays outside."""
         found: dict[Stretch, list[Option]] = {run: [] for run in self.runs}
-        pairs = itertools.pairwise(self.runs)
-        joined = self._after - {run for pair in pairs if self._given.keys() & pair for run in pair}
+        trained = [run for run in self.runs if _grads(run) and run not in self._given]
         places = zip(self._numbers, self.places, strict=True)
-        numbers = [number for number, place in places if isinstance(place, Stretch)]
-        parts = {part: None for parts in self._parts.values() for part in parts[1:] or parts}
+        number = {place: n for n, place in places if isinstance(place, Stretch)}
+        ahead = {run: before for before, run in self._following.items()}
+        apart = {
+            number[run] for run in trained if run not in self._after or ahead[run] in self._given
+        }
+        parts = {p: None for run in trained for p in self._parts(run)[1:] or self._parts(run)}
         for count, cut, (tile, groups) in itertools.product(SEGMENTS, SEGMENTED, parts):
             way = replace(cut, tile_tokens=tile, head_groups=groups)
-            choices: dict[Stretch, CutLayer] = {}
-            begins = [
-                number % count == 0 or run not in joined
-                for run, number in zip(self.runs, numbers, strict=True)
-            ]
-            for run, first, last in zip(self.runs, begins, [*begins[1:], True], strict=True):
-                choice = in_segment(way, first=first, last=last)
-                choices |= {run: choice} if self._done(run, choice) else {}
+            begins = [number[run] % count == 0 or number[run] in apart for run in trained]
+            pairs = zip(trained, begins, [*begins[1:], True], strict=True)
+            choices = {run: in_segment(way, first=one, last=last) for run, one, last in pairs}
+            # a forward that is not differentiated keeps nothing, whatever its layers' choice
+            idle = in_segment(way, first=True, last=True)
+            choices |= {run: idle for run in self.runs if not _grads(run)}
+            choices = {run: choice for run, choice in choices.items() if self._done(run, choice)}
             for run, option in self._in_segments(choices).items():
                 if option is not None:
                     found[run].append(replace(option, segments=(way, count)))
         return found
 
     @cached_property
+    def _following(self) -> dict[Stretch, Stretch]:
+        """The layer behind each."""
+        return dict(itertools.pairwise(self.runs))
+
+    @cached_property
     def _after(self) -> frozenset[Stretch]:
-        """The layers whose inputs the layer before can make again: both are one region."""
+        """The layers whose inputs the layer before can make again, both being one region."""
 
         def makes(before: Stretch, run: Stretch) -> bool:
-            (call, *more), made = run.calls, makers_of(run.calls[0], run.calls)
-            whole = [*made] == own_inputs(call, run.calls)
-            return not more and whole and {*made.values()} == {*before.calls}
+            whole = len(before.calls) == len(run.calls) == 1
+            return whole and maker_of_inputs(run.calls[0], run.calls) is before.calls[0]
 
-        return frozenset(run for before, run in itertools.pairwise(self.runs) if makes(before, run))
+        return frozenset(run for before, run in self._following.items() if makes(before, run))
 
     def _in_segments(self, choices: Mapping[Stretch, CutLayer]) -> dict[Stretch, Option | None]:
         """The options of layers with these choices, where some make the next one's input again and

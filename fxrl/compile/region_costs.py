@@ -165,11 +165,10 @@ def as_profiled(region: Region) -> Region:
     return replace(region, again="never") if region.again == "forward" else region
 
 
-def handed(call: fx.Node, figures: Figures) -> tuple[Figures, int]:
+def handed(figures: Figures) -> tuple[Figures, int]:
     """Figures of a region whose forward keeps nothing until it runs again, and what it hands to its
     own backward then."""
-    count = len(call.meta["val"])
-    waits = tuple(one for one in figures.saved if one[0][0] == "input" or one[0][1] < count)
+    waits = tuple((source, size) for source, size in figures.saved if source[0] == "input")
     made = sum(size for _, size in figures.saved) - sum(size for _, size in waits)
     return replace(figures, saved=waits, again_s=figures.forward_s), made
 

@@ -306,13 +306,15 @@ class Stored:
         self._lent = False
         self.start()
         found = self._taken()  # the caller's; another backward copies again
-        self._lent = not ahead
         if ahead:
             self.set_out()
+        self._lent = not ahead
         return found
 
     def set_out(self) -> None:
-        """Let as many of those stored before begin their way back as was said."""
+        """Let as many of those stored before begin their way back as was said; the caller needs its
+        own no more."""
+        self._lent = False
         before = self._before
         for _ in range(self._fetching if self._pool._ahead else 0):
             if before is None or (stored := before()) is None:

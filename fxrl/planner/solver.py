@@ -240,8 +240,8 @@ class _Plans:
         layers in segments a run is whole ones."""
         count = self.chain.count
         begins = np.ones((len(self._choices), count + 1), dtype=bool)
-        layers = [self.chain.numbers.index(number) for number in range(count)]
-        begins[:, :-1] = self._costs["reach"][:, layers] == 0
+        for number in range(count):  # in whichever of its forwards
+            begins[:, number] = (self._costs["reach"][:, self._numbers == number] == 0).all(1)
         (a, b), ahead = self._runs, [n for n in range(2, count + 1) for _ in range(1, n)]
         mixed = np.ones((len(self._choices), len(ahead)), dtype=bool)  # by whoever may be in them
         both = (a == b) | (begins[:, a] & begins[:, b])

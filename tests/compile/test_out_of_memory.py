@@ -174,6 +174,17 @@ def test_a_segment_that_runs_short_runs_once_more(allocator, kept_on, half, runs
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_a_layer_that_runs_again_for_itself_runs_once_more(allocator):
+    again = CutLayer("attention", "gpu", "again")
+    step = make_step(Plan({f"0:blocks.{i}": again for i in range(LAYERS)}))
+    expected = gradients(step)
+    for layer in range(LAYERS):
+        allocator.fail("forward", 2 * LAYERS - 1 - layer)
+        with pytest.warns(MemoryWarning, match=f"ran out in backward of layer {layer}: "):
+            found = gradients(step)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_the_step_behind_a_short_backward_is_planned_tighter(allocator):
     step = make_step()
     expected = gradients(step)

@@ -11,7 +11,7 @@ import fxrl
 from fxrl.ir.plan import CutLayer, Plan, in_segment
 from tests.capture.mixer import assert_matches_eager, fixed, outcome
 from tests.compile.region_cases import saved_bytes
-from tests.passes.layered import ids_batch, make_stack, square_loss
+from tests.passes.layered import Block, ids_batch, make_stack, square_loss
 from tests.rows import rows
 
 ONLY = fxrl.Config(passes=("recompute",), compile_regions=False, on_miss="error")
@@ -136,6 +136,75 @@ def test_a_segment_keeps_its_first_input():
     for way in (("inputs", "gpu"), ("attention", "gpu")):
         assert kept[*way, 3] == kept[*way, 1] - again * inputs
     assert kept["attention", "again", 3] == kept["inputs", "gpu", 3]
+
+
+class Bounded(Block):
+    """Its backward reads what it returns."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+@pytest.mark.parametrize("kept", ["products", "attention"])
+def test_what_a_backward_reads_of_its_own_outputs_is_made_again_too(kept):
+    model = make_stack(LAYERS, block=Bounded)
+    plan = segments_of(CutLayer(kept, "gpu", "again"))
+    step = fxrl.optimize(model, square_loss, ONLY, plan=plan)
+    assert_matches_eager(step, square_loss, model, ids_batch(2, 5), tol=1e-12)
+
+
+class Pair(Block):
+    """Takes and returns two values, as layers do that add up their residuals later."""
+
+    def forward(self, x, rest):
+        made = super().forward(x + rest)
+        return made * 0.5, made - x
+
+
+def pairs_loss(model, batch):
+    x = model.embed(batch["ids"])
+    rest = x.cos()
+    for block in model.blocks:
+        x, rest = block(x, rest)
+    return (x + rest).square().mean()
+
+
+def test_several_inputs_of_one_maker_are_made_at_once():
+    model, batch = make_stack(LAYERS, block=Pair), ids_batch(3, 7)
+    plan = segments_of(CutLayer("attention", "gpu", "again"))
+    step = fxrl.optimize(model, pairs_loss, ONLY, plan=plan)
+    assert_matches_eager(step, pairs_loss, model, batch, tol=1e-12)
+    assert attention_runs(lambda: step(batch).backward()) == 2 * LAYERS
+
+
+def test_layers_that_run_in_turns():
+    """Each is behind itself, too: the first one's input is made by none in its first round."""
+
+    def loss(model, batch):
+        x = model.embed(batch["ids"])
+        for _ in range(2):
+            for block in model.blocks:
+                x = block(x)
+        return x.square().mean()
+
+    plan = Plan({f"0:blocks.{i}": CutLayer("attention", "again") for i in range(3)})
+    step = fxrl.optimize(make_stack(3), loss, replace(ONLY, on_miss="ignore"), plan=plan)
+    assert_matches_eager(step, loss, step.model, ids_batch(2, 5), tol=1e-12)
+    assert [r.site for r in step.report.of_kind("missed")] == ["0:blocks.0"]
+    regions = [kernels.region for kernels in step.captures[0].kernels.values()]
+    assert {region.cut for region in regions} == {"attention"}, "also where its input waits"
+
+
+def test_a_write_between_two_backwards_is_found():
+    model = make_stack(LAYERS)
+    step = fxrl.optimize(model, square_loss, ONLY, plan=segments_of(CutLayer("attention")))
+    loss = step(fixed(ids_batch(2, 5)))
+    last, first = (model.blocks[i].up.weight for i in (5, 4))
+    torch.autograd.grad(loss, last, retain_graph=True)
+    with torch.no_grad():
+        first.mul_(2)
+    with pytest.raises(RuntimeError, match="in place"):
+        loss.backward()
 
 
 def test_layers_that_cannot_make_the_next_ones_input_say_so():

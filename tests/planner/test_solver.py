@@ -63,6 +63,8 @@ def chains(draw):
         layers = layers[:3]
         between = draw(st.builds(Option, st.none(), SIZES, st.just(0), *IDLE, SIZES, SIZES, OFF))
         again = [draw(layer([o.way for o in options], n)) for n, options in enumerate(layers)]
+        if draw(st.booleans()):  # the first forward is not differentiated
+            layers = [tuple(replace(o, reach=0) for o in options) for options in layers]
         numbers = (*range(len(layers)), len(layers) - 1, *range(len(layers)))
         layers = [*layers, (between,), *again]
     gradients = draw(

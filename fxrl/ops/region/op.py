@@ -152,12 +152,13 @@ def _setup_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     count = len(output)
     if kernels.makes_vectors:
         count -= kernels.region.num_grads
-        ctx.sources = [("output", i) for i in range(count, len(output))]
+        ctx.read = ctx.sources = [("output", i) for i in range(count, len(output))]
     elif kernels.region.tiled:
-        ctx.sources = [("input", i) for i in range(len(tensors))]
+        ctx.read = ctx.sources = [("input", i) for i in range(len(tensors))]
     else:
         body = kernels.body(ctx.sizes)
-        count, ctx.sources = body.num_outputs, _waiting(kernels, body, len(tensors))
+        count, ctx.read = body.num_outputs, body.backward.read if body.backward else ()
+        ctx.sources = _waiting(kernels, body, len(tensors))
     values = [
         _Value(output[i], i >= count, -1 in host)
         if kind == "output"
@@ -190,15 +191,6 @@ class _Value(NamedTuple):
     asked: bool = False  # it shall wait in host memory
     again: bool = False  # who made it shall make it again
 
-    @property
-    def maker(self) -> Maker | None:
-        """Who makes it again; None where it waits."""
-        return (self.tensor.grad_fn, self.tensor.output_nr) if self.again else None
-
-
-#: The autograd context of a region's forward, and which of the outputs.
-Maker = tuple[Any, int]
-
 
 def _is_made(x: Tensor) -> bool:
     """Whether a tensor was computed by what is differentiated; weights and the batch were not, nor
@@ -208,7 +200,9 @@ def _is_made(x: Tensor) -> bool:
 
 def _keep(ctx: Any, values: Sequence[_Value], pace: Sequence[int], device: torch.device) -> None:
     """Save values for the backward, those that are marked in host memory or nowhere."""
-    ctx.makers = [value.maker for value in values]
+    # by source, the context of the region that makes it again, and which of the outputs it is
+    made = zip(ctx.sources, values, strict=True)
+    ctx.makers = {s: (v.tensor.grad_fn, v.tensor.output_nr) for s, v in made if v.again}
     ctx.away = [v.asked and not v.again and can_wait(v.tensor) for v in values]
     gone = [value.tensor for value, away in zip(values, ctx.away, strict=True) if away]
     ctx.stored = None
@@ -226,44 +220,51 @@ def _found(ctx: Any, *, ahead: bool) -> dict[Source, Tensor]:
     out ``ahead`` of their own backward, or made again."""
     here = iter(ctx.saved_tensors)
     back = iter(ctx.stored.fetch(ahead=ahead) if ctx.stored else ())
+    made = {context: _again(context) for context in {maker for maker, _ in ctx.makers.values()}}
     found: dict[Source, Tensor] = {}
-    for source, away, maker in zip(ctx.sources, ctx.away, ctx.makers, strict=True):
-        if maker is None:
-            found[source] = next(back) if away else next(here)
+    for source, away in zip(ctx.sources, ctx.away, strict=True):
+        if source in ctx.makers:
+            context, place = ctx.makers[source]
+            found[source] = made[context][place]
         else:
-            context, place = maker
-            found[source] = _again(context)[place]
+            found[source] = next(back) if away else next(here)
+    ctx.versions = {source: x._version for source, x in found.items()}
     return found
 
 
 def _again(ctx: Any) -> list[Tensor]:
     """A region's outputs once more. What that takes is held for its own backward."""
-    kernels, count = ctx.kernels, len(ctx.results)
-    held = ctx.held = ctx.held or _found(ctx, ahead=False)
+    kernels = ctx.kernels
+    if ctx.held is None:
+        ctx.held = _found(ctx, ahead=False)
+    held = ctx.held
     with torch.no_grad():
         if kernels.region.again != "forward":
-            again = kernels.body(ctx.sizes).again
-            kept = [held[source] for source in again.read]
+            kept = [held[source] for source in kernels.body(ctx.sizes).again.read]
             outputs: list[Tensor] = torch.ops.fxrl.region_again(kept, list(ctx.sizes), ctx.key)
             return outputs
         inputs = [held["input", i] for i in range(len(kernels.region.inputs))]
         made = torch.ops.fxrl.region(inputs, ctx.key, ctx.tile, [])
-    held |= {("output", i): made[i] for i in range(count, len(made))}
-    return list(made[:count])
+    held |= {(kind, i): made[i] for kind, i in ctx.read if kind == "output"}
+    return list(made[: len(ctx.results)])
 
 
 def _kept(ctx: Any) -> list[Tensor]:
     """The tensors that the backward reads."""
     if ctx.held is None:
         ctx.held = _found(ctx, ahead=True)
-        if ctx.kernels.region.again == "forward":
-            _again(ctx)  # nobody has asked for the outputs
-    elif ctx.stored:
-        ctx.stored.set_out()
+    else:  # autograd looks for writes where it hands a tensor out, which was before
+        if any(ctx.held[source]._version != was for source, was in ctx.versions.items()):
+            raise RuntimeError(
+                "a tensor that this backward reads was written into in place since the layer "
+                "behind it was differentiated"
+            )
+        if ctx.stored:
+            ctx.stored.set_out()
+    if not ctx.held.keys() >= {*ctx.read}:
+        _again(ctx)  # nobody has asked for the outputs, or memory ran out on the way
     held, ctx.held = ctx.held, None
-    if ctx.kernels.region.tiled:
-        return list(held.values())
-    return [held[source] for source in ctx.kernels.body(ctx.sizes).backward.read]
+    return [held[source] for source in ctx.read]
 
 
 def _from_context(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
