@@ -248,7 +248,8 @@ def pinned_bytes(device: torch.device, size: int) -> Tensor:
             with suppress(RuntimeError):  # CUDA would tell whoever launches next, too
                 torch.zeros(1, device=device)
             torch.cuda.check_error(status)
-    end = weakref.finalize(holder, _unpin, device, holder.ctypes.data)
+    # With the mapping, which may be gone otherwise: numpy 2.5 lets go of it before it calls.
+    end = weakref.finalize(holder, _unpin, device, holder.ctypes.data, memory)
     end.atexit = False  # the driver is gone by then
     return torch.from_numpy(holder)
 
@@ -264,7 +265,7 @@ def _populate(memory: np.ndarray[Any, Any]) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def _unpin(device: torch.device, address: int) -> None:
+def _unpin(device: torch.device, address: int, _: mmap.mmap) -> None:
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
