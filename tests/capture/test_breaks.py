@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata
@@ -405,7 +406,19 @@ def chunks_of_scalars(model: nn.Module, batch: Any) -> Any:
     return total, torch.cat(told).mean()
 
 
-@pytest.mark.parametrize("loss_fn", [averaged, picked_one_by_one, chunks_of_scalars])
+def under_a_stack(model: nn.Module, batch: Any, ends: bool = False) -> Tensor:
+    with ExitStack() as stack:
+        policy = stack.enter_context(nullcontext(model))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.no_grad())
+        reference = token_logps(policy(batch["ids"]), batch["ids"])
+        if ends:
+            torch._dynamo.graph_break()
+        reference = reference * model.head.weight.sum()
+    return (token_logps(model(batch["ids"]), batch["ids"]) - reference).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [averaged, picked_one_by_one, chunks_of_scalars, under_a_stack])
 def test_what_losses_write_around_log_probs(loss_fn: Any) -> None:
     model = make_model()
     step = optimize(model, loss_fn, QUIET)
@@ -414,6 +427,14 @@ def test_what_losses_write_around_log_probs(loss_fn: Any) -> None:
     heads = {r.pass_name for r in step.report.of_kind("applied")}
     assert heads & {"fuse-linear-logprob", "chunk-vocab-region"}, step.report
     assert not [r for r in step.report.of_kind("missed") if r.pass_name == "capture"]
+
+
+def test_a_break_under_a_stack_leaves_what_it_has_entered() -> None:
+    model = make_model()
+    loss_fn = partial(under_a_stack, ends=True)
+    step = optimize(model, loss_fn, QUIET)
+    assert_matches_eager(step, loss_fn, model, fixed(make_batch()))
+    assert torch.is_grad_enabled()
 
 
 class Broken(nn.Module):

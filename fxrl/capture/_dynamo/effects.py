@@ -55,6 +55,7 @@ from fxrl.capture._dynamo.hooks import end_of_graph
 from fxrl.capture._dynamo.kept import PRINTED, forget_bounds
 from fxrl.capture._dynamo.later import Later
 from fxrl.capture._dynamo.loops import find_owners
+from fxrl.capture._dynamo.objects import entered
 from fxrl.capture._torch import functions_stay, functorch_level, run_as_written
 from fxrl.capture.clocks import CLOCKS, read_clock
 from fxrl.capture.gradient_hooks import hang_on_loss, looks_away
@@ -234,6 +235,8 @@ def _looks_away(hook: Any) -> bool:
 def _skipped(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A clock's time, read where the graph runs, layers that are checkpointed in segments, and what
     is installed, which is asked at once; at other functions that Dynamo skips the graph ends."""
+    if (inside := entered(self.value, tx, args)) is not None:
+        return inside
     if self.value is checkpoint_sequential:
         return VariableTracker.build(tx, in_segments).call_function(tx, args, kwargs)
     if self.value is metadata and all(arg.is_python_constant() for arg in args):

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
 from inspect import getattr_static, signature
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -58,6 +58,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
 from torch._dynamo.variables.functions import (
     FunctoolsPartialVariable,
     NestedUserFunctionVariable,
@@ -94,6 +95,7 @@ _method_of_object = UserDefinedObjectVariable.call_method
 _make_instance: Any = UserDefinedClassVariable.call_function
 _is_instance = BuiltinVariable.call_isinstance
 _is_subclass: Any = getattr(BuiltinVariable, "call_issubclass", None)
+_call_function = UserFunctionVariable.call_function
 _call_module = UnspecializedNNModuleVariable.call_function
 _GETATTR = next(name for name in GETATTRS if hasattr(UnspecializedNNModuleVariable, name))
 _attribute_of_module: Any = getattr(UnspecializedNNModuleVariable, _GETATTR)
@@ -391,6 +393,8 @@ def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _make_instance(own, tx, args, kwargs)
     if is_typeddict(self.value):  # Dynamo knows those alone that need all of their keys
         return VariableTracker.build(tx, dict).call_function(tx, args, kwargs)
+    if self.value is MethodType and isinstance(args[-1].realize(), ContextWrappingVariable):
+        return _Exit(args[-1].realize())  # of which ``entered`` has the first half
     if self.value is not SimpleNamespace or args or _KNOWS_NAMESPACES:
         return _make_instance(self, tx, args, kwargs)
     kind = UserDefinedClassVariable(_Namespace, source=self.source)
@@ -398,6 +402,31 @@ def _instance(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for name, value in kwargs.items():
         made.call_method(tx, "__setattr__", [ConstantVariable.create(name), value], {})
     return made
+
+
+class _Exit(VariableTracker):
+    """What leaves one of torch's contexts; where a graph ends inside, all runs as written."""
+
+    def __init__(self, context: ContextWrappingVariable) -> None:
+        super().__init__()
+        self.context = context
+
+    def call_function(self, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return self.context.exit(tx, *args)
+
+
+def entered(function: Any, tx: Any, args: Any) -> Any:
+    """``type(context).__enter__(context)``, as an ``ExitStack`` has it: torch's own contexts and
+    ``nullcontext`` are to Dynamo what ``with`` enters, and have no method. None of all else."""
+    if not args or getattr(function, "__name__", None) != "__enter__":
+        return None
+    context = args[0].realize()
+    return context.enter(tx) if isinstance(context, ContextWrappingVariable) else None
+
+
+def _call(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    inside = entered(self.fn, tx, args)
+    return _call_function(self, tx, args, kwargs) if inside is None else inside
 
 
 def _is_progress_bar(kind: Any) -> bool:
@@ -605,6 +634,7 @@ HANDLERS = {
 }
 REPLACED: list[tuple[Any, str, Any]] = [
     (UserDefinedClassVariable, "call_function", _instance),
+    (UserFunctionVariable, "call_function", _call),
     (BuiltinVariable, "call_isinstance", _isinstance),
     (BuiltinVariable, "call_globals", _globals),
     (UserFunctionVariable, _GETATTR, _function_attribute),
