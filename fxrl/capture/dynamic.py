@@ -24,15 +24,16 @@ def mark_batch(batch: Any) -> bool:
 
     The index and bool tensors of two or more dims (token ids, masks) say what batch and length are.
     A tensor's dim 0 is the batch when it has that size; dim 1 is a length when the tensor holds
-    integers or bools, or its size is a length seen there (or one less: shifted). Two dims of one
-    length at the end are a mask's: ``[T, T]``, ``[B, T, T]``, ``[B, 1, T, T]``. In a batch of
-    vectors alone each is a sequence, and dim 0 is its length.
+    integers or bools, or its size is a length seen there (or one less: shifted); a vector of a
+    length is of a packed row's tokens, or of positions. Two dims of one length at the end are a
+    mask's: ``[T, T]``, ``[B, T, T]``, ``[B, 1, T, T]``. In a batch of vectors alone each is a
+    sequence, and dim 0 is its length.
     """
     tensors = [tensor for tensor in _tensors(batch) if not tensor.is_nested]
     batches, lengths = _sizes(tensors)
     varies = False
     for tensor in tensors:
-        dims = set()
+        dims = {0} if tensor.dim() == 1 and tensor.shape[0] in lengths else set()
         if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] in lengths:
             dims |= {tensor.dim() - 2, tensor.dim() - 1}
         if tensor.dim() > 0 and tensor.shape[0] in batches:

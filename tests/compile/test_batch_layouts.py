@@ -251,6 +251,12 @@ def bounds(model, batch):
     return -mean(shifted(model, batch["ids"])[0] * batch["adv"][owner], place != ends[owner])
 
 
+def documents(model, batch):
+    """One row of many sequences, whose tokens know theirs."""
+    inside = batch["document"][1:] == batch["document"][:-1]
+    return -mean(shifted(model, batch["ids"])[0] * batch["weight"], inside)
+
+
 def picked(model, batch):
     mask = batch["mask"]
     return -gathered(model(batch["ids"]).logits[:, :-1][mask], batch["ids"][:, 1:][mask]).mean()
@@ -367,6 +373,9 @@ LAYOUTS = [
     L("cu_seqlens", lambda d, B, T: {
         "ids": d.ids(1, B * T), "cu_seqlens": T * torch.arange(B + 1).int(), "adv": d.real(B)},
       bounds, sizes=ONE),
+    L("one row, vectors of its tokens", lambda d, B, T: {
+        "ids": d.ids(1, T), "document": torch.arange(T) // 4, "weight": d.real(T - 1)}, documents,
+      sizes=((1, 6), (1, 9))),
     L("tokens picked by the mask", lambda d, B, T: d.batch(mask=d.mask(B, T - 1).bool()), picked),
     L("tokens picked along", lambda d, B, T: d.batch(), along),
     L("distilled in chunks", lambda d, B, T: {"ids": d.ids(B, T)}, distilled,
