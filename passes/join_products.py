@@ -9,7 +9,8 @@ becomes
 Pairs that are run apart, and micro-batches, give logits that are put one after the other and read
 as one. Their hidden states joined in their place are as many rows of ``hidden`` columns, and the
 loss head behind them is one site. Along tokens, too: a prompt's last logits before a completion's,
-where nothing but slices and shapes stands between products and ``cat``.
+for all completions of one prompt, where nothing but slices, shapes and expansions stand between
+products and ``cat``.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _moved(part: Any) -> tuple[Any, Level]:
     while isinstance(part, fx.Node) and part.op == "call_function" and _readers(part) == 1:
         if is_call(part, *MATRIX_PRODUCTS):
             return part, moves
-        if not is_call(part, *_SHAPES, aten.slice.Tensor, aten.select.int):
+        if not is_call(part, *_SHAPES, aten.expand.default, aten.slice.Tensor, aten.select.int):
             break
         source: Any = part.args[0]
         dim, end = bound(part).get("dim"), len(shape_of(source)) - 1
@@ -161,9 +162,10 @@ def _of_moved_rows(builder: Builder, sizes: SizeTable, site: JoinedProducts) -> 
     for product, moves in zip(products, site.moves, strict=True):
         here = factors(product)[0]
         for move in moves:
-            if move.target in RESHAPES:
+            if move.target in (*RESHAPES, aten.expand.default):
                 leading: Any = move.args[1]
-                here = builder.call(aten.reshape.default, here, [*leading[:-1], *features])
+                target = move.target if is_call(move, aten.expand.default) else aten.reshape.default
+                here = builder.call(target, here, [*leading[:-1], *features])
             else:
                 here = _again(builder, move, move.args[0], here)
         parts.append(here)

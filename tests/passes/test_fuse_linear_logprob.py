@@ -303,6 +303,17 @@ def test_a_size_that_is_read_off_the_logits_keeps_none_of_them():
     assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
 
 
+def test_one_row_for_as_many_tokens_as_there_are_is_told_with_a_cure():
+    def of_a_prompt(hidden, weight, ids):
+        return F.cross_entropy(F.linear(hidden[:1], weight).expand(ids.shape[0], -1), ids)
+
+    hidden, weight, ids = head_inputs()
+    torch._dynamo.maybe_mark_dynamic(ids, 0)
+    (remark,) = FuseLinearLogprob().run(lowered(of_a_prompt, hidden, weight, ids)).remarks
+    assert remark.reason == "rows are expanded to other tokens (at %expand)"
+    assert remark.cure == "expand the hidden states ahead of the product with the head"
+
+
 def test_missed_when_it_saves_too_little():
     gm = lowered(logprob, *head_inputs())
     report = FuseLinearLogprob(min_saved_bytes=2**20).run(gm)

@@ -64,6 +64,7 @@ return %_log_softmax""",
         lambda x, y, w: torch.cat([(i @ w.T)[:, 1] for i in (x, y)]),
         lambda x, y, w: torch.cat([(x @ w.T)[:, -1:], (y @ w.T)[:, :-1]], 1),
         lambda x, y, w: torch.cat([(x @ w.T)[:1], (y @ w.T)[1:]]),
+        lambda x, y, w: torch.cat([(x[:1] @ w.T)[:, -1:].expand(2, -1, -1), y @ w.T], 1),
     ],
 )  # fmt: skip
 def test_what_stands_between_is_computed_of_all(join):

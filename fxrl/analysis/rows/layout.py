@@ -32,6 +32,7 @@ from fxrl.ir.graph import (
     Size,
     as_node,
     bound,
+    fixed_size,
     has_hint,
     hint,
     is_call,
@@ -48,6 +49,7 @@ aten = torch.ops.aten
 _UNTOLD = "a view splits dims in a way fxrl cannot follow"
 
 EXPANDED = "rows are expanded to other tokens"
+_EXPAND_AHEAD = "expand the hidden states ahead of the product with the head"
 
 
 def reshaped(
@@ -165,8 +167,9 @@ def expand(rules: RowRules, node: fx.Node) -> RowValue:
     ]
     if others and offset == 0 and not any(has_hint(*pair) for pair in others):
         return selected(rules, value, "expand", (), sizes)  # as a write of one row or of all does
-    if others:
-        raise Refusal(EXPANDED)
+    rest = [size for size, tag in zip(sizes, old_tags, strict=True) if tag != TOKEN]
+    if others or None in map(fixed_size, rest):
+        raise Refusal(EXPANDED, _EXPAND_AHEAD)
     if offset == 0 and all(map(rules.same_size, old, sizes)):
         return value
     tags = rules.resized(old_tags, sizes)
