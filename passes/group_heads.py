@@ -79,16 +79,15 @@ class GroupHeads(LayerPass):
     def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:
         if not choice.head_groups:
             return None
-        refused = None
+        refused: list[Refusal] = []
         for call in site.calls:
             try:
                 set_region(call, group_heads(call.meta["region"], choice.head_groups))
             except Refusal as refusal:
-                refused = refusal
-            else:
-                return Applied(f"attention runs in {choice.head_groups} groups of heads")
-        assert refused is not None
-        raise refused
+                refused.append(refusal)
+        if len(refused) == len(site.calls):
+            raise refused[0]
+        return Applied(f"attention runs in {choice.head_groups} groups of heads")
 
 
 def group_heads(region: Region, groups: int) -> Region:

@@ -15,7 +15,7 @@ from fxrl.analysis.saved_tensors import kept_by
 from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, PassDoc
 from fxrl.ir.plan import CutLayer, waiting
-from fxrl.ir.region import send_to_host, set_pace
+from fxrl.ir.region import is_differentiated, send_to_host, set_pace
 from fxrl.ir.remark import Refusal
 from fxrl.passes.recompute import LayerPass, OutlinedLayer, own_inputs
 
@@ -35,10 +35,11 @@ class Offload(LayerPass):
     )
 
     def obey(self, site: OutlinedLayer, choice: CutLayer) -> Applied | None:
+        calls = [*filter(is_differentiated, site.calls)]  # nothing of others waits for a backward
         if choice.sending is not None and choice.fetching is not None and not site.inside:
-            for call in site.calls:
+            for call in calls:
                 set_pace(call, choice.sending, choice.fetching)
-        if not (words := waiting(choice)):
+        if not calls or not (words := waiting(choice)):
             return None
         if site.inside:
             raise Refusal(
@@ -48,7 +49,7 @@ class Offload(LayerPass):
         kept, moved = choice.kept_on == "host", 0
         own_of = {
             call: own_inputs(call, site.calls) if choice.inputs_on == "host" else []
-            for call in site.calls
+            for call in calls
         }
         if not kept and not any(own_of.values()):
             raise Refusal("its input stays on the GPU: it is read outside of this layer, too")

@@ -34,7 +34,16 @@ from fxrl.analysis.saved_tensors import kept_by
 from fxrl.ir.graph import maker_of, nbytes, needs_grad
 from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, Stage
 from fxrl.ir.plan import Choice, CutLayer, made_again
-from fxrl.ir.region import Again, Cut, asked_again, region_at, region_calls, set_region, take_again
+from fxrl.ir.region import (
+    Again,
+    Cut,
+    asked_again,
+    is_differentiated,
+    region_at,
+    region_calls,
+    set_region,
+    take_again,
+)
 from fxrl.ir.remark import Refusal
 
 
@@ -119,7 +128,7 @@ def makes_again(choice: CutLayer) -> Again:
 def _drop_inputs(site: OutlinedLayer) -> int:
     """Let the layer before make this one's inputs again, in each forward that is differentiated;
     bytes that do not wait."""
-    trained = [call for call in site.calls if call.meta["region"].num_grads]
+    trained = [*filter(is_differentiated, site.calls)]
     makers = [maker_of_inputs(call, site.calls) for call in trained]
     if site.inside or None in makers:
         raise Refusal(
@@ -161,7 +170,7 @@ def maker_of_inputs(call: fx.Node, calls: Sequence[fx.Node]) -> fx.Node | None:
 
 def _saved(calls: Sequence[fx.Node]) -> int:
     """Bytes that these regions keep less than autograd does of their ops."""
-    each = [kept_by(call.meta["region"]) for call in calls]
+    each = [kept_by(call.meta["region"]) for call in filter(is_differentiated, calls)]
     return max(0, sum(kept.by_autograd - kept.inputs - kept.made for kept in each))
 
 

@@ -103,7 +103,7 @@ class Outside:
         self.table_bytes = self._bytes(tables)
         self.looked_up_seconds = sum(self._bytes(one.users) for one in tables) / target.link
         self.base_bytes = self._bytes(weights) + states + shared + _LIBRARIES + self.held_bytes
-        self.between = [self._between(part, parts[n + 2 :]) for n, part in enumerate(between)]
+        self._between_runs = [(part, parts[n + 2 :]) for n, part in enumerate(between)]
         # What only the head reads: its gradient is added at once to one that is there.
         readers = {weight: {*filter(needs_grad, weight.users)} for weight in holding}
         added = [weight for weight, ops in readers.items() if ops and ops <= {*self.behind}]
@@ -120,6 +120,7 @@ class Outside:
 
     def _keep(self, heads: frozenset[fx.Node]) -> None:
         self._keeping = heads
+        self.between = [self._between(*part) for part in self._between_runs]
         headed = profile(self.behind, self._measure, self._cost).peak_bytes
         self.head_bytes = headed + self._added_bytes
         self.seconds = self._eager_seconds + sum(map(self._seconds, self._nodes))

@@ -32,10 +32,12 @@ from fxrl.compile.region_costs import (
     eager_seconds,
     handed,
     input_bytes,
+    undifferentiated,
 )
 from fxrl.errors import PlanError
 from fxrl.ir.graph import hint, inputs_of, needs_grad, shape_of, val_of
 from fxrl.ir.plan import Choice, CutHead, CutLayer, Plan, in_segment
+from fxrl.ir.region import is_differentiated
 from fxrl.ir.remark import format_bytes
 from fxrl.ir.sizes import measure_by
 from fxrl.ops.host_memory import PAGE
@@ -221,6 +223,12 @@ class StepChain:
     def foretold(self, options: Sequence[Option], outside: Outside | None = None) -> Plan:
         """The plan with these options, and what is predicted of it, also where the rest is
         ``outside``."""
+        outside = outside or self.outside
+        between = (part.option for part in outside.between if part is not None)
+        options = [
+            option if isinstance(place, Stretch) else next(between)
+            for place, option in zip(self.places, options, strict=True)
+        ]
         chain = self.chain_of(options, outside)
         pairs = zip(self.places, options, strict=True)
         chosen: dict[str, Choice] = {}
@@ -457,10 +465,12 @@ class StepChain:
             values = [node.meta["val"] for node in inputs]
             profiled = planner.profiles(as_profiled(region))
             found = profiled.at(values, self.measure, planner.target)
-            if region.again == "forward":
+            if not is_differentiated(call):
+                found = undifferentiated(found)
+            elif region.again == "forward":
                 found, made = handed(found)
                 hands += made
-            again += found.again_s if region.again != "never" and region.num_grads else 0.0
+            again += found.again_s if region.again != "never" else 0.0
             costs[call] = call_cost(call, found, self.measure)
             host += away_bytes(call, found, own_inputs(call, run.calls), choice)
             if choice.inputs_on == "again":
@@ -663,8 +673,8 @@ def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
 
 
 def _grads(run: Stretch) -> int:
-    """How many gradients a layer makes."""
-    return sum(call.meta["region"].num_grads for call in run.calls)
+    """How many gradients a layer makes in a forward."""
+    return sum(call.meta["region"].num_grads for call in filter(is_differentiated, run.calls))
 
 
 def _sizes(run: Stretch) -> tuple[Any, ...]:

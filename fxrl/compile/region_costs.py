@@ -165,6 +165,11 @@ def as_profiled(region: Region) -> Region:
     return replace(region, again="never") if region.again == "forward" else region
 
 
+def undifferentiated(figures: Figures) -> Figures:
+    """Figures of a region's call to which no backward comes."""
+    return replace(figures, saved=(), backward_bytes=0, backward_s=0.0, again_s=0.0)
+
+
 def handed(figures: Figures) -> tuple[Figures, int]:
     """Figures of a region whose forward keeps nothing until it runs again, and what it hands to its
     own backward then."""

@@ -443,15 +443,24 @@ def needs_grad(node: object) -> bool:
 def propagate_requires_grad(graph: fx.Graph) -> None:
     """Set ``meta["requires_grad"]`` on every node from the placeholders' own marks.
 
-    A value needs a gradient when it is floating point, a live-in needs one, and the op is not a
-    detach. That is what autograd would find, except for non-differentiable float ops, where the
-    mark is an upper bound (the vjp trace then finds no path and the gradient is absent).
+    A value needs a gradient when it is floating point, a live-in needs one, the op is not a detach,
+    and not all that reads it is one, as where code runs under ``no_grad``. That is what autograd
+    would find, except for non-differentiable float ops, where the mark is an upper bound (the vjp
+    trace then finds no path and the gradient is absent).
     """
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta.setdefault("requires_grad", False)
         else:
             node.meta["requires_grad"] = _is_differentiated(node)
+    for node in reversed(graph.nodes):
+        if node.op != "placeholder" and node.users and not any(map(_hands_back, node.users)):
+            node.meta["requires_grad"] = False
+
+
+def _hands_back(reader: fx.Node) -> bool:
+    """Whether a gradient may come from what reads a value."""
+    return reader.op == "output" or needs_grad(reader)
 
 
 #: Ops that hand no gradient on: they copy a value, or make one of its sizes.

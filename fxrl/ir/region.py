@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fxrl.ir.bodies import graphs_of
-from fxrl.ir.graph import inputs_of, is_call, propagate_requires_grad, reached
+from fxrl.ir.graph import inputs_of, is_call, needs_grad, propagate_requires_grad, reached
 from fxrl.ir.printer import Symbols, print_graph
 from fxrl.ir.remark import Refusal
 
@@ -188,6 +188,12 @@ def region_at(node: fx.Node) -> Region | None:
     """The region that a node calls."""
     found: Region | None = node.meta.get("region")
     return found if found is not None and is_call(node, torch.ops.fxrl.region.default) else None
+
+
+def is_differentiated(call: fx.Node) -> bool:
+    """Whether a backward comes to a region's call: of one under ``no_grad`` all that it returns is
+    detached, though its region may be that of layers that are trained."""
+    return needs_grad(call) and call.meta["region"].num_grads > 0
 
 
 def set_region(call: fx.Node, region: Region) -> None:
