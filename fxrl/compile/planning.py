@@ -35,7 +35,7 @@ from fxrl.compile.region_costs import (
     undifferentiated,
 )
 from fxrl.errors import PlanError
-from fxrl.ir.graph import hint, inputs_of, needs_grad, shape_of, val_of
+from fxrl.ir.graph import hint, inputs_of, is_tensor, needs_grad, shape_of, val_of
 from fxrl.ir.plan import Choice, CutHead, CutLayer, Plan, in_segment
 from fxrl.ir.region import is_differentiated
 from fxrl.ir.remark import format_bytes
@@ -290,16 +290,16 @@ class StepChain:
 
     def at(self, *, rows: int | None = None, tokens: int | None = None) -> StepChain:
         """The same step for another number of rows or tokens of the batch (None keeps it). Every
-        symbol but that of the rows grows with the tokens."""
-        row, length = self._symbol(0), self._symbol(-1)
+        symbol but those of rows grows with the tokens."""
+        length, alike = self._symbol(-1), self._rows
         values = dict(self.values)
         if tokens is not None and length is not None:
             before = max(2, int(self._batch.get(length, 0)))
-            grown = {s: n * tokens // before for s, n in self._batch.items() if s != row}
+            grown = {s: n * tokens // before for s, n in self._batch.items() if s not in alike}
             values |= {s: sympy.Integer(max(2, n)) for s, n in grown.items()}
             values[length] = sympy.Integer(tokens)
-        if rows is not None and row is not None:
-            values[row] = sympy.Integer(rows)
+        if rows is not None:
+            values |= dict.fromkeys(alike, sympy.Integer(rows))
         return replace(self, values=values)
 
     def size(self, dim: int) -> int | None:
@@ -321,6 +321,18 @@ class StepChain:
 
         return largest(needed, budget.gpu_bytes, now) or None
 
+    @cached_property
+    def _rows(self) -> frozenset[Any]:
+        """The symbols that are numbers of rows: what ``_symbol`` finds, and those that are as many
+        and stand nowhere but in the first dim of inputs with several (chosen and rejected)."""
+        if (row := self._symbol(0)) is None:
+            return frozenset()
+        shapes = [shape_of(node) for node in inputs_of(self.gm.graph) if is_tensor(node)]
+        first = set().union(*(_symbols(shape[:1]) for shape in shapes if len(shape) > 1))
+        others = set().union(*(_symbols(shape[len(shape) > 1 :]) for shape in shapes))
+        count = self._batch.get(row)
+        return frozenset({row} | {s for s in first - others if self._batch.get(s) == count})
+
     def _symbol(self, dim: int) -> Any:
         """The symbol that is a dim of the largest input of token ids, [rows, tokens] or [tokens];
         None where it does not vary."""
@@ -330,9 +342,7 @@ class StepChain:
         found = max(ids, key=lambda v: self.measure(volume(v)), default=None)
         if found is None or (dim == 0 and found.dim() == 1):
             return None
-        size = found.shape[dim]
-        symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
-        return min(symbols, key=str, default=None)
+        return min(_symbols([found.shape[dim]]), key=str, default=None)
 
     # -- the chain
     def chain(
@@ -670,6 +680,11 @@ def symbols_of(gm: fx.GraphModule) -> dict[Any, Callable[[Sequence[Any]], Any]]:
 
 def _size(place: int, dim: int | None, args: Sequence[Any]) -> Any:
     return args[place] if dim is None else args[place].shape[dim]
+
+
+def _symbols(sizes: Sequence[Any]) -> set[Any]:
+    """The symbols in these sizes."""
+    return {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
 
 
 def _grads(run: Stretch) -> int:

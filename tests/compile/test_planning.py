@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fxrl
 from fxrl import losses
 from fxrl.compile.backend import Backend
 from fxrl.errors import PlanError
-from fxrl.ir.plan import CutLayer, Plan
+from fxrl.ir.plan import CutHead, CutLayer, Plan
 from fxrl.models import lora, tiny_config
 from fxrl.planner.target import TARGETS
 from fxrl.step import TrainStep
@@ -166,10 +167,61 @@ def test_what_a_first_forward_keeps_waits_beside_the_second():
     assert [c.sending is not None for c in cuts(found)] == [True] * DEPTH
 
 
+def beside_reference(model, batch):
+    with torch.no_grad():
+        reference = model(batch["other"]).square().mean()
+    return (model(batch["ids"]).square().mean() - reference).sigmoid()
+
+
+def test_a_forward_without_gradients_keeps_nothing():
+    sizes = batch(1024) | {"other": batch(1024)["ids"]}
+    away = Plan({f"0:blocks.{i}": CutLayer("fewest", "host", "host") for i in range(DEPTH)})
+    alone, beside = (
+        stepped(wide_stack("meta"), loss_fn, away, gpu_memory="1GiB").plan_for(sizes)
+        for loss_fn in (square_loss, beside_reference)
+    )
+    assert beside.peak_host_bytes == alone.peak_host_bytes > 0
+    assert beside.peak_gpu_bytes == pytest.approx(alone.peak_gpu_bytes, rel=0.02)
+    ahead = [m for m in beside.timeline if m.phase == "forward"][:DEPTH]
+    assert [m.parts["kept for the backward"] for m in ahead] == [0] * DEPTH
+
+
+def test_heads_of_both_forwards_keep_exponentials_beside_each_other():
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+
+    def loss_fn(model, batch):
+        one, other = (
+            F.cross_entropy(
+                model(batch[name]).logits[:, :-1].flatten(0, 1), batch[name][:, 1:].flatten()
+            )
+            for name in ("ids", "other")
+        )
+        return (one - other).sigmoid()
+
+    sizes = batch(1024) | {"other": batch(1024)["ids"]}
+    options = {"min_saved_bytes": 0, "gpu_memory": "8GiB", "passes": None}
+    options |= {"compile_regions": True, "pass_options": {"outline-layers": {"least_hidden": {}}}}
+    found = stepped(model, loss_fn, **options).plan_for(sizes)
+    heads = {s: c for s, c in found.choices.items() if isinstance(c, CutHead)}
+    assert [head.kept for head in heads.values()] == ["exponentials"] * 2
+    rows = Plan(dict.fromkeys(heads, CutHead("rows")))
+    fewer = stepped(model, loss_fn, rows, **options).plan_for(sizes)
+    kept = [
+        next(m for m in plan.timeline if m.phase == "head").parts["kept for the backward"]
+        for plan in (found, fewer)
+    ]
+    vocab = model.config.vocab_size
+    assert kept[0] - kept[1] >= 2 * 1023 * vocab * model.dtype.itemsize, "of the first forward"
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "kept"),
     [
         (square_loss, "ppp"),
+        (beside_reference, "ppp"),
+        (beside_reference, "hhi"),
         (two_forwards, "iip"),
         pytest.param(square_loss, "iip", marks=pytest.mark.slow),
         pytest.param(two_forwards, "ppp", marks=pytest.mark.slow),
@@ -248,23 +300,28 @@ def test_the_longest_context_is_one_that_fits():
     assert planned(tokens=plan.max_context, gpu_memory="256MiB").peak_gpu_bytes <= 256 * MiB
 
 
-def test_segments_reach_longer_contexts():
+@pytest.mark.parametrize("loss_fn", [square_loss, beside_reference])
+def test_segments_reach_longer_contexts(loss_fn):
     with torch.device("meta"):
         model = make_stack(12, width=64, heads=4)
+
+    def sizes(tokens):
+        return batch(tokens) | {"other": batch(tokens)["ids"]}
+
     fewest = Plan({f"0:blocks.{i}": CutLayer("inputs", "gpu", "gpu", 4096, 4) for i in range(12)})
     budgets = {"gpu_memory": "192MiB", "host_memory": 0}
-    apart = stepped(model, plan=fewest, **budgets).plan_for(batch(512)).max_context
-    step = stepped(model, **budgets)
-    longest = step.plan_for(batch(512)).max_context
+    apart = stepped(model, loss_fn, plan=fewest, **budgets).plan_for(sizes(512)).max_context
+    step = stepped(model, loss_fn, **budgets)
+    longest = step.plan_for(sizes(512)).max_context
     assert longest > 1.1 * apart
-    found = step.plan_for(batch(longest))
+    found = step.plan_for(sizes(longest))
     assert found.peak_gpu_bytes <= 192 * MiB
     again = [choice.inputs_on == "again" for choice in cuts(found)]
     assert again[0] is False
     assert sum(again) >= 4
     assert Plan.from_json(found.to_json()) == found
     with pytest.raises(PlanError, match="no plan fits"):
-        stepped(model, plan=fewest, **budgets).plan_for(batch(longest))
+        stepped(model, loss_fn, plan=fewest, **budgets).plan_for(sizes(longest))
 
 
 def test_what_the_user_chose_stays():

@@ -88,6 +88,17 @@ return %mm_default_3""",
     assert [tuple(value.meta["val"].shape) for value in call.users] == [(10, 8)]
 
 
+def test_a_layer_of_two_forwards_is_grouped_in_both():
+    def loss_fn(model, batch):
+        return (model(batch["ids"]) - model(batch["ids"].flip(1))).square().mean()
+
+    model = make_stack(4)
+    step = fxrl.optimize(model, loss_fn, ONE_BY_ONE, plan=GROUPS)
+    assert_matches_eager(step, loss_fn, model, ids_batch(), tol=1e-12)
+    calls = region_calls(step.captures[0].rewritten.gm)
+    assert [len(regions_of(call.meta["region"].forward)) for call in calls] == [1] * 8
+
+
 def test_nothing_is_asked_for():
     gm = outlined()
     before = print_graph(gm)

@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 import fxrl
 from fxrl.ir.plan import CutLayer, Keep, Plan, TileHead
 from fxrl.ir.printer import print_graph
+from fxrl.ir.region import region_calls
 from fxrl.passes.offload import Offload
 from fxrl.passes.outline_layers import OutlineLayers
 from tests.capture.mixer import assert_matches_eager
@@ -102,7 +103,14 @@ def test_missed(make, choice, reason):
     assert print_graph(gm) == before
 
 
-@pytest.mark.parametrize("loss", [square_loss, twice_read])
+def beside_reference(model, batch):
+    """The model as it is now, and with gradients."""
+    with torch.no_grad():
+        reference = model(batch["ids"])
+    return (model(batch["ids"]) - 0.5 * reference).square().mean()
+
+
+@pytest.mark.parametrize("loss", [square_loss, twice_read, beside_reference])
 def test_numerics_and_gradients(loss):
     model = make_stack(2)
     plan = Plan({f"0:blocks.{i}": CutLayer("attention", "host", "host") for i in range(2)})
@@ -110,3 +118,6 @@ def test_numerics_and_gradients(loss):
     step = fxrl.optimize(model, loss, config, plan=plan)
     for shape in ((2, 5), (1, 4)):
         assert_matches_eager(step, loss, model, ids_batch(*shape), tol=1e-12)
+    asked = [call.args[3] != [] for call in region_calls(step.captures[0].rewritten.gm)]
+    without = [False] * 2 if loss is beside_reference else []
+    assert asked == [*without, True, True], "nothing of a forward without gradients waits"
