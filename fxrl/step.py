@@ -22,7 +22,7 @@ from fxrl.config import Config
 from fxrl.errors import ConfigError, FxrlError
 from fxrl.inspect.calibrate import LEAST_COSINE, calibrated
 from fxrl.inspect.compare import VerifyReport
-from fxrl.inspect.dump import record_of, write_dump
+from fxrl.inspect.dump import write_dump
 from fxrl.inspect.evaluate import LossFn
 from fxrl.inspect.explain import explained
 from fxrl.inspect.verify import Reference, verify_step
@@ -231,8 +231,7 @@ class TrainStep:
         """Write every capture to a folder: graphs before and after each pass, region bodies,
         generated code, AOT graphs, the report, and an index to start from."""
         functions = self._captured.functions
-        records = [record_of(capture) for capture in self.captures]
-        return write_dump(directory, records, self.report, functions=functions)
+        return write_dump(directory, self.captures, self.report, functions=functions)
 
     def verify(self, batch: Any, *, reference: Reference = "auto") -> VerifyReport:
         """Compare loss, metrics and every gradient with eager; blame the rewrite at fault.

@@ -24,7 +24,6 @@ import dis
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import CodeType, FunctionType
@@ -37,114 +36,10 @@ from fxrl.compile.bodies.variants import CompiledRegion
 from fxrl.compile.outer import aot_graphs
 from fxrl.errors import FxrlError, MissingPackageError, optional
 from fxrl.files import check_writable, refuse_links, write_text
-from fxrl.ir.capture_record import Capture, GraphBreak
+from fxrl.ir.capture_record import Capture
 from fxrl.ir.printer import print_graph
-from fxrl.ir.region import region_calls, regions_of
+from fxrl.ir.region import Region, region_calls, regions_of
 from fxrl.ir.remark import Report, format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One pass over one graph, in the stable printed form of ``ir.printer``."""
-
-    name: str
-    before: str
-    after: str
-    report: Report
-
-
-@dataclass(slots=True)
-class RegionRecord:
-    """One distinct region body and what was made of it."""
-
-    region_id: str  # content hash of the body; equal bodies share it
-    sites: list[str]  # what calls this region: layers, or graph values
-    forward: str  # printed forward graph
-    vjp: str  # printed vector-Jacobian-product graph, empty without a gradient
-    # File name -> generated source (Inductor wrapper, Triton or C++), if compiled.
-    generated: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class CaptureRecord:
-    """Everything known about one captured graph."""
-
-    index: int  # running number, from 0
-    inputs: str = ""  # printed input signature, one line each (name, dtype, symbolic shape)
-    dynamo: str = ""  # the graph as Dynamo delivered it, as readable code
-    # The passes in order, with the graph before and after each.
-    stages: list[Stage] = field(default_factory=list)
-    # Distinct region bodies of this capture.
-    regions: list[RegionRecord] = field(default_factory=list)
-    # ``"forward"``, ``"backward"``, ``"joint"`` or ``"inference"`` -> readable code.
-    aot: dict[str, str] = field(default_factory=dict)
-    report: Report = field(default_factory=Report)  # the remarks of all passes
-    # Why the graph ended, if Dynamo broke it.
-    graph_breaks: list[GraphBreak] = field(default_factory=list)
-
-
-def record_of(capture: Capture) -> CaptureRecord:
-    """All stages of one capture as text.
-
-    AOTAutograd's graphs are made here, for reading: the step itself may run without them.
-    """
-    lines = print_graph(capture.dynamo).splitlines()
-    running = capture.rewritten.gm if capture.rewritten and capture.running else None
-    graphs = {} if running is None else aot_graphs(running)
-    return CaptureRecord(
-        capture.index,
-        inputs="\n".join(line for line in lines if line[:1] == "%" and " = input" in line),
-        dynamo=capture.dynamo.print_readable(print_output=False),
-        stages=_stages(capture),
-        regions=list(_regions(capture)),
-        aot={name: graph.print_readable(print_output=False) for name, graph in graphs.items()},
-        report=capture.report,
-        graph_breaks=list(capture.graph_breaks),
-    )
-
-
-def _stages(capture: Capture) -> list[Stage]:
-    """The passes run again, and watched."""
-    stages: list[Stage] = []
-    before = [""]
-
-    def watch(name: str, gm: fx.GraphModule, report: Report) -> None:
-        after = print_graph(gm)
-        if name:
-            stages.append(Stage(name, before[0], after, report))
-        before[0] = after
-
-    capture.replay(watch)
-    return stages
-
-
-def _regions(capture: Capture) -> Iterator[RegionRecord]:
-    """The regions as they were traced; as the pass outlined them where they were not built."""
-    if capture.rewritten is None:
-        return
-    graph = capture.rewritten.gm
-    sites: dict[str, list[str]] = {}
-    for call in region_calls(graph):
-        region = call.meta["region"]
-        names = [region.layer] if region.layer else [user.name for user in call.users]
-        sites.setdefault(region.id, []).extend(names)
-    for name, region in regions_of(graph).items():
-        callers = list(dict.fromkeys(sites[name]))
-        built = capture.kernels.get(name)
-        if isinstance(built, CompiledRegion):
-            yield _built(name, callers, built)
-            for inside, inner in built.inside.items():
-                yield _built(inside, [f"region {name}"], inner)
-        else:
-            yield RegionRecord(name, callers, print_graph(region.forward), "")
-
-
-def _built(name: str, callers: list[str], region: CompiledRegion) -> RegionRecord:
-    forward, backward, _ = region.traced.graphs
-    assert forward is not None
-    vjp = "" if backward is None else print_graph(backward)
-    return RegionRecord(name, callers, print_graph(forward), vjp, region.generated())
-
 
 _MANIFEST = "fxrl-dump.json"
 _REPORT_WIDTH = 120
@@ -166,7 +61,7 @@ class DumpError(FxrlError, OSError):
 
 def write_dump(
     directory: str | Path,
-    records: Sequence[CaptureRecord],
+    captures: Sequence[Capture],
     report: Report,
     *,
     functions: Sequence[Callable[..., Any]] = (),
@@ -193,7 +88,7 @@ def write_dump(
         bytecode |= texts
         notes |= dict.fromkeys(reasons)
     try:
-        _write(root, render(records, report, bytecode=bytecode, notes=[*notes]))
+        _write(root, render(captures, report, bytecode=bytecode, notes=[*notes]))
     except DumpError:
         raise
     except OSError as error:
@@ -205,7 +100,7 @@ def write_dump(
 
 
 def render(
-    records: Sequence[CaptureRecord],
+    captures: Sequence[Capture],
     report: Report,
     *,
     bytecode: Mapping[str, str],
@@ -214,12 +109,12 @@ def render(
     """The files of a dump, path with ``/`` -> text; touches no disk and no clock. ``bytecode``
     maps names of files to what is shown of it, ``notes`` tell in the index why it is not source."""
     files = _Files()
-    parts = ["# What fxrl did", _summary(records, report)]
-    if not records:
+    parts = ["# What fxrl did", _summary(captures, report)]
+    if not captures:
         parts.append("Nothing is captured yet: call the step on a batch first, then dump again.")
     else:
         parts.append(_HOW_TO_READ)
-    parts += [_capture(files, record) for record in records]
+    parts += [_capture(files, capture) for capture in captures]
     shown = [files.add("bytecode", name, text) for name, text in sorted(bytecode.items())]
     told = _bullets([*map(_link, shown), *notes], "not part of this dump")
     parts.append(f"## Dynamo's bytecode\n\n{told}")
@@ -251,35 +146,40 @@ class _Files:
         return str(path)
 
 
-def _summary(records: Sequence[CaptureRecord], report: Report) -> str:
+def _summary(captures: Sequence[Capture], report: Report) -> str:
     applied, missed = len(report.of_kind("applied")), len(report.of_kind("missed"))
     return (
-        f"Captures: {len(records)}. Rewrites applied: {applied}, missed: {missed}. "
-        f"Graph breaks: {sum(len(record.graph_breaks) for record in records)}. "
+        f"Captures: {len(captures)}. Rewrites applied: {applied}, missed: {missed}. "
+        f"Graph breaks: {sum(len(capture.graph_breaks) for capture in captures)}. "
         f"Predicted to save {format_bytes(report.saved_bytes)} at the peak.\n\n"
         "All remarks: [report.txt](report.txt), for tools [report.jsonl](report.jsonl)."
     )
 
 
-def _capture(files: _Files, record: CaptureRecord) -> str:
+def _capture(files: _Files, capture: Capture) -> str:
     """Adds the files of a capture; its section of the index."""
-    folder = files.path("", f"capture_{record.index}")
-    files.add(folder, "inputs.txt", record.inputs)
-    dynamo = files.add(folder, "00_dynamo.py", record.dynamo)
-    passes = [_stage(files, folder, n, stage) for n, stage in enumerate(record.stages, 1)]
-    regions = [_region(files, f"{folder}/regions", region) for region in record.regions]
-    aot = [files.add(f"{folder}/aot", f"{n}.py", text) for n, text in record.aot.items()]
-    report = _report(files, folder, record.report)
-    breaks = (f"{one.source or 'unknown place'}: {one.reason}" for one in record.graph_breaks)
-    inputs = f"```\n{record.inputs.rstrip()}\n```" if record.inputs else "none"
+    folder = files.path("", f"capture_{capture.index}")
+    lines = print_graph(capture.dynamo).splitlines()
+    inputs = "\n".join(line for line in lines if line[:1] == "%" and " = input" in line)
+    files.add(folder, "inputs.txt", inputs)
+    shown = f"```\n{inputs}\n```" if inputs else "none"
+    dynamo = files.add(folder, "00_dynamo.py", _code(capture.dynamo))
+    passes = _passes(files, folder, capture)
+    regions = [*_regions(files, f"{folder}/regions", capture)]
+    running = capture.rewritten.gm if capture.rewritten and capture.running else None
+    # Made here, for people: the step itself may run without AOTAutograd's graphs.
+    around = {} if running is None else aot_graphs(running)
+    aot = [files.add(f"{folder}/aot", f"{n}.py", _code(graph)) for n, graph in around.items()]
+    report = _report(files, folder, capture.report)
+    breaks = (f"{one.source or 'unknown place'}: {one.reason}" for one in capture.graph_breaks)
     pass_heads = ("pass", "applied", "missed", "saves", "diff", "graphs")
     region_heads = ("region", "sites", "forward", "backward", "code")
     parts = [
-        f"## Capture {record.index}",
+        f"## Capture {capture.index}",
         f"The program as Dynamo delivered it: {_link(dynamo)}; its remarks: {_link(report)}.",
-        f"### Inputs\n\n{inputs}",
+        f"### Inputs\n\n{shown}",
         f"### Passes\n\n{_table(pass_heads, passes) if passes else 'none ran'}",
-        f"### Remarks\n\n{_bullets(map(str, record.report.remarks), 'no pass found a site')}",
+        f"### Remarks\n\n{_bullets(map(str, capture.report.remarks), 'no pass found a site')}",
         f"### Graph breaks\n\n{_bullets(breaks, 'none: one graph holds it all')}",
         f"### Regions\n\n{_table(region_heads, regions) if regions else 'none'}",
         f"### Around the regions\n\n{_bullets(map(_link, aot), 'not compiled')}",
@@ -287,38 +187,89 @@ def _capture(files: _Files, record: CaptureRecord) -> str:
     return "\n\n".join(parts)
 
 
-def _stage(files: _Files, folder: str, number: int, stage: Stage) -> Sequence[str]:
+def _code(gm: fx.GraphModule) -> str:
+    return str(gm.print_readable(print_output=False))
+
+
+def _passes(files: _Files, folder: str, capture: Capture) -> list[Sequence[str]]:
+    """Runs the passes again and adds the graphs ahead of each and behind it; their rows in the
+    index."""
+    rows: list[Sequence[str]] = []
+    before = ""
+
+    def watch(name: str, gm: fx.GraphModule, report: Report) -> None:
+        nonlocal before
+        after = print_graph(gm)
+        if name:
+            rows.append(_pass(files, folder, len(rows) + 1, name, before, after, report))
+        before = after
+
+    capture.replay(watch)
+    return rows
+
+
+def _pass(
+    files: _Files, folder: str, number: int, name: str, before: str, after: str, report: Report
+) -> Sequence[str]:
     """Adds the graphs of a pass; its row in the index."""
-    name = f"{number:02d}_{stage.name}"
-    before = files.add(folder, f"{name}.before.txt", stage.before)
-    after = files.add(folder, f"{name}.after.txt", stage.after)
+    title = f"{number:02d}_{name}"
+    old = files.add(folder, f"{title}.before.txt", before)
+    new = files.add(folder, f"{title}.after.txt", after)
     lines = difflib.unified_diff(
-        stage.before.splitlines(),
-        stage.after.splitlines(),
-        PurePosixPath(before).name,
-        PurePosixPath(after).name,
+        before.splitlines(),
+        after.splitlines(),
+        PurePosixPath(old).name,
+        PurePosixPath(new).name,
         lineterm="",
     )
-    diff = files.add(folder, f"{name}.diff", "\n".join(lines))
+    diff = files.add(folder, f"{title}.diff", "\n".join(lines))
     return (
-        stage.name,
-        str(len(stage.report.of_kind("applied"))),
-        str(len(stage.report.of_kind("missed"))),
-        format_bytes(stage.report.saved_bytes),
-        _link(diff, "diff") if stage.before != stage.after else "no change",
-        f"{_link(before, 'before')}, {_link(after, 'after')}",
+        name,
+        str(len(report.of_kind("applied"))),
+        str(len(report.of_kind("missed"))),
+        format_bytes(report.saved_bytes),
+        _link(diff, "diff") if before != after else "no change",
+        f"{_link(old, 'before')}, {_link(new, 'after')}",
     )
 
 
-def _region(files: _Files, folder: str, region: RegionRecord) -> Sequence[str]:
-    """Adds the graphs and the code of a region; its row in the index."""
-    folder = files.path(folder, region.region_id)
-    forward = files.add(folder, "forward.txt", region.forward)
-    vjp = files.add(folder, "vjp.txt", region.vjp) if region.vjp else ""
-    code = [files.add(f"{folder}/generated", n, t) for n, t in region.generated.items()]
+def _regions(files: _Files, folder: str, capture: Capture) -> Iterator[Sequence[str]]:
+    """Adds the graphs and the code of each distinct region; their rows in the index."""
+    if capture.rewritten is None:
+        return
+    graph = capture.rewritten.gm
+    sites: dict[str, list[str]] = {}
+    for call in region_calls(graph):
+        region = call.meta["region"]
+        names = [region.layer] if region.layer else [user.name for user in call.users]
+        sites.setdefault(region.id, []).extend(names)
+    for name, region in regions_of(graph).items():
+        built: CompiledRegion | None = capture.kernels.get(name)
+        yield _region(files, folder, name, dict.fromkeys(sites[name]), region, built)
+        for inside, inner in built.inside.items() if built is not None else ():
+            yield _region(files, folder, inside, [f"region {name}"], inner.region, inner)
+
+
+def _region(
+    files: _Files,
+    folder: str,
+    name: str,
+    sites: Iterable[str],
+    region: Region,
+    built: CompiledRegion | None,
+) -> Sequence[str]:
+    """Adds a region as it was traced, or as the pass outlined it where it was not built; its row in
+    the index."""
+    folder = files.path(folder, name)
+    graphs = [region.forward, None] if built is None else built.traced.graphs
+    texts = ["" if graph is None else print_graph(graph) for graph in graphs]
+    forward = files.add(folder, "forward.txt", texts[0])
+    vjp = files.add(folder, "vjp.txt", texts[1]) if texts[1] else ""
+    generated = {} if built is None else built.generated()
+    code = [files.add(f"{folder}/generated", n, text) for n, text in generated.items()]
     return (
-        f"`{region.region_id}`",
-        ", ".join(f"`{site}`" for site in region.sites),
+        f"`{name}`",
+        ", ".join(f"`{site}`" for site in sites),
         _link(forward, "forward"),
         _link(vjp, "vjp") if vjp else "no gradient",
         ", ".join(map(_link, code)) or "not compiled",

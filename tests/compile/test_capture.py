@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import fxrl
-from fxrl.inspect.dump import record_of
 from tests.capture.mixer import assert_matches_eager, fixed
 
 ROOT = Path(__file__).parents[2]
@@ -164,21 +163,20 @@ def test_a_batch_that_is_none_costs_the_next_one_nothing(wrong, begun):
     assert not hasattr(step, "anything_else")
 
 
-def test_a_record_holds_every_stage():
-    model = Lm()
-    step = step_for(model, compile_regions=True)
+def test_a_dump_holds_every_stage(tmp_path):
+    step = step_for(Lm(), compile_regions=True)
     step(batch_of(2, 7)).backward()
-    record = record_of(step.captures[0])
-    assert "batch.ids" in record.inputs
-    assert "log_softmax" in record.dynamo
-    assert {"forward", "backward"} <= record.aot.keys()
-    assert "fxrl.region" in record.stages[-1].after
-    assert "fxrl.region" not in record.stages[0].before
-    (region,) = record.regions
-    assert region.sites
-    assert "aten.mm" in region.vjp
-    assert "def call" in region.generated["vjp.py"]
-    assert 'extern "C"' in region.generated["vjp.py"], "the kernels stand in the wrapper"
+    folder = step.dump(tmp_path).parent / "capture_0"
+    assert "batch.ids" in (folder / "inputs.txt").read_text()
+    assert "log_softmax" in (folder / "00_dynamo.py").read_text()
+    assert {"forward.py", "backward.py"} <= {path.name for path in (folder / "aot").iterdir()}
+    assert "fxrl.region" not in next(folder.glob("01_*.before.txt")).read_text()
+    assert "fxrl.region" in max(folder.glob("*.after.txt")).read_text()
+    (region,) = (folder / "regions").iterdir()
+    assert "aten.mm" in (region / "vjp.txt").read_text()
+    code = (region / "generated" / "vjp.py").read_text()
+    assert "def call" in code
+    assert 'extern "C"' in code, "the kernels stand in the wrapper"
 
 
 _SECOND_PROCESS = """

@@ -4,25 +4,31 @@ import json
 import re
 import resource
 import sys
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from fxrl.compile.bodies.variants import build_region
 from fxrl.errors import ForeignFileError, MissingPackageError
 from fxrl.inspect.dump import (
-    CaptureRecord,
     DecompileError,
     DumpError,
-    RegionRecord,
-    Stage,
     decompile,
     dynamo_bytecode,
     render,
     write_dump,
 )
-from fxrl.ir.capture_record import GraphBreak
+from fxrl.ir.bodies import clone
+from fxrl.ir.capture_record import Capture, GraphBreak
+from fxrl.ir.pipeline import Pipeline
+from fxrl.ir.plan import Plan
+from fxrl.ir.region import region_calls, regions_of
 from fxrl.ir.remark import Remark, Report
+from fxrl.passes import ChunkVocabRegion, FuseLinearLogprob
+from tests.graphs import lowered_graph
 
 APPLIED = Report.of(
     [Remark("applied", "fuse-linear-logprob", "gather", "loss.py:7", "no logits", "", 3 * 2**20)]
@@ -30,33 +36,36 @@ APPLIED = Report.of(
 MISSED = Report.of(
     [Remark("missed", "chunk-vocab-region", "mm_1", "loss.py:9", "a | b escapes", "return less")]
 )
-BEFORE = """\
-%hidden = input : f32[s0, 8] grad
-%logits = aten.mm.default(%hidden, %weight) : f32[s0, 97]
-return %logits"""
-AFTER = """\
-%hidden = input : f32[s0, 8] grad
-%logp = fxrl.linear_logprob.default(%hidden, %weight) : f32[s0]
-return %logp"""
 
 
-def make_record(index=0, **changes):
-    fields = {
-        "inputs": "batch.input_ids : i64[s0, s1]",
-        "dynamo": "class GraphModule(torch.nn.Module): ...",
-        "stages": [
-            Stage("fuse-linear-logprob", BEFORE, AFTER, APPLIED),
-            Stage("chunk-vocab-region", AFTER, AFTER, MISSED),
-        ],
-        "regions": [
-            RegionRecord("3f9a", ["gather", "gather_1"], "FORWARD", "VJP", {"fwd/a.py": "CODE"}),
-            RegionRecord("77aa", ["exp"], "FORWARD", ""),
-        ],
-        "aot": {"forward": "AOT FORWARD", "backward": "AOT BACKWARD"},
-        "report": APPLIED + MISSED,
-        "graph_breaks": [GraphBreak("print in\nthe loss", "loss.py:3")],
-    }
-    return CaptureRecord(index, **(fields | changes))
+def loss_fn(model, batch):
+    return model(batch["hidden"]).abs().sum(-1).mean()
+
+
+@cache
+def captured():
+    """A loss head that runs in tiles, and the one region that it became."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 32, bias=False))
+    graph = lowered_graph(model, loss_fn, {"hidden": torch.randn(3, 5, 4)})
+    pipeline = Pipeline((FuseLinearLogprob(), ChunkVocabRegion()))
+    rewritten = pipeline.run(clone(graph), Plan())
+    ((own, region),) = regions_of(rewritten.gm).items()
+    kernels = {own: build_region(region, None)}
+    for call in region_calls(rewritten.gm):
+        call.update_arg(1, kernels[own].key)
+    breaks = [GraphBreak("print in\nthe loss", "loss.py:3")]
+    made = {"rewritten": rewritten, "kernels": kernels, "running": True, "graph_breaks": breaks}
+    return Capture(0, graph, graph, pipeline, **made)
+
+
+def capture(index=0, **changes):
+    return replace(captured(), index=index, **changes)
+
+
+def named(text):
+    """A text in which the region has a short name, and this file no folder."""
+    (own,) = captured().kernels
+    return re.sub(r"\[\S*test_dump.py:\d+\]", "[test_dump.py]", text.replace(own, "3f9a"))
 
 
 def tree(root):
@@ -65,11 +74,11 @@ def tree(root):
 
 
 def test_files(tmp_path):
-    start = write_dump(tmp_path / "new" / "dump", [make_record()], APPLIED + MISSED)
+    start = write_dump(tmp_path / "new" / "dump", [capture()], APPLIED + MISSED)
     assert start == tmp_path / "new" / "dump" / "index.md"
     files = tree(start.parent)
     assert_expected_inline(
-        "\n".join(sorted(files)),
+        named("\n".join(sorted(files))),
         """\
 capture_0/00_dynamo.py
 capture_0/01_fuse-linear-logprob.after.txt
@@ -78,13 +87,10 @@ capture_0/01_fuse-linear-logprob.diff
 capture_0/02_chunk-vocab-region.after.txt
 capture_0/02_chunk-vocab-region.before.txt
 capture_0/02_chunk-vocab-region.diff
-capture_0/aot/backward.py
 capture_0/aot/forward.py
 capture_0/inputs.txt
 capture_0/regions/3f9a/forward.txt
-capture_0/regions/3f9a/generated/fwd_a.py
 capture_0/regions/3f9a/vjp.txt
-capture_0/regions/77aa/forward.txt
 capture_0/report.jsonl
 capture_0/report.txt
 fxrl-dump.json
@@ -92,34 +98,42 @@ index.md
 report.jsonl
 report.txt""",
     )
-    assert files["capture_0/regions/3f9a/generated/fwd_a.py"] == "CODE\n"
     assert json.loads(files["report.jsonl"].splitlines()[1])["cure"] == "return less"
     assert "cure: return less" in files["report.txt"]
 
 
 def test_diff():
-    files = render([make_record()], Report(), bytecode={})
+    files = render([capture()], Report(), bytecode={})
     assert_expected_inline(
-        files["capture_0/01_fuse-linear-logprob.diff"],
+        named(files["capture_0/02_chunk-vocab-region.diff"]),
         """\
---- 01_fuse-linear-logprob.before.txt
-+++ 01_fuse-linear-logprob.after.txt
-@@ -1,3 +1,3 @@
- %hidden = input : f32[s0, 8] grad
--%logits = aten.mm.default(%hidden, %weight) : f32[s0, 97]
--return %logits
-+%logp = fxrl.linear_logprob.default(%hidden, %weight) : f32[s0]
-+return %logp
+--- 02_chunk-vocab-region.before.txt
++++ 02_chunk-vocab-region.after.txt
+@@ -1,10 +1,8 @@
+ %model.0.weight = input : f32[32, 4]
+ %b_hidden = input : f32[3, 5, 4]
+-%t = aten.t.default(%model.0.weight) : f32[4, 32]
+ %view = aten.view.default(%b_hidden, [15, 4]) : f32[15, 4]
+-%mm = aten.mm.default(%view, %t) : f32[15, 32]
+-%_unsafe_view = aten._unsafe_view.default(%mm, [3, 5, 32]) : f32[3, 5, 32]
+-%abs_1 = aten.abs.default(%_unsafe_view) : f32[3, 5, 32]
+-%sum_1 = aten.sum.dim_IntList(%abs_1, [-1]) : f32[3, 5]
+-%mean = aten.mean.default(%sum_1) : f32[]
++%region_default = fxrl.region.default([%view, %model.0.weight], '3f9a', 131072, []) : (f32[15])
++%getitem = operator.getitem(%region_default, 0) : f32[15]
++%reshape_default = aten.reshape.default(%getitem, [3, 5]) : f32[3, 5]
++%mean = aten.mean.default(%reshape_default) : f32[]
+ return %mean
 """,
     )
-    assert files["capture_0/02_chunk-vocab-region.diff"] == ""
+    assert files["capture_0/01_fuse-linear-logprob.diff"] == ""
 
 
 def test_index():
     report = APPLIED + MISSED
-    files = render([make_record()], report, bytecode={"f.0.py": "x"}, notes=["no depyf; cure: it"])
+    files = render([capture()], report, bytecode={"f.0.py": "x"}, notes=["no depyf; cure: it"])
     assert_expected_inline(
-        files["index.md"],
+        named(files["index.md"]),
         """\
 # What fxrl did
 
@@ -144,20 +158,21 @@ The program as Dynamo delivered it: [00_dynamo.py](capture_0/00_dynamo.py); its 
 ### Inputs
 
 ```
-batch.input_ids : i64[s0, s1]
+%model.0.weight = input : f32[32, 4]
+%b_hidden = input : f32[3, 5, 4]
 ```
 
 ### Passes
 
 | pass | applied | missed | saves | diff | graphs |
 | --- | --- | --- | --- | --- | --- |
-| fuse-linear-logprob | 1 | 0 | 3 MiB | [diff](capture_0/01_fuse-linear-logprob.diff) | [before](capture_0/01_fuse-linear-logprob.before.txt), [after](capture_0/01_fuse-linear-logprob.after.txt) |
-| chunk-vocab-region | 0 | 1 | 0 B | no change | [before](capture_0/02_chunk-vocab-region.before.txt), [after](capture_0/02_chunk-vocab-region.after.txt) |
+| fuse-linear-logprob | 0 | 1 | 0 B | no change | [before](capture_0/01_fuse-linear-logprob.before.txt), [after](capture_0/01_fuse-linear-logprob.after.txt) |
+| chunk-vocab-region | 1 | 0 | 0 B | [diff](capture_0/02_chunk-vocab-region.diff) | [before](capture_0/02_chunk-vocab-region.before.txt), [after](capture_0/02_chunk-vocab-region.after.txt) |
 
 ### Remarks
 
-- applied: fuse-linear-logprob @ gather [loss.py:7]: no logits (saves 3 MiB)
-- missed: chunk-vocab-region @ mm_1 [loss.py:9]: a | b escapes; return less
+- missed: fuse-linear-logprob @ 0:0/mm [test_dump.py]: aten.abs.default over the vocabulary is no part of a log-softmax
+- applied: chunk-vocab-region @ 0:0/mm [test_dump.py]: logits [15 x 32] live in tiles of 131072 rows
 
 ### Graph breaks
 
@@ -167,13 +182,11 @@ batch.input_ids : i64[s0, s1]
 
 | region | sites | forward | backward | code |
 | --- | --- | --- | --- | --- |
-| `3f9a` | `gather`, `gather_1` | [forward](capture_0/regions/3f9a/forward.txt) | [vjp](capture_0/regions/3f9a/vjp.txt) | [fwd_a.py](capture_0/regions/3f9a/generated/fwd_a.py) |
-| `77aa` | `exp` | [forward](capture_0/regions/77aa/forward.txt) | no gradient | not compiled |
+| `3f9a` | `getitem` | [forward](capture_0/regions/3f9a/forward.txt) | [vjp](capture_0/regions/3f9a/vjp.txt) | not compiled |
 
 ### Around the regions
 
 - [forward.py](capture_0/aot/forward.py)
-- [backward.py](capture_0/aot/backward.py)
 
 ## Dynamo's bytecode
 
@@ -184,13 +197,13 @@ batch.input_ids : i64[s0, s1]
 
 
 def test_every_link_leads_to_a_file_and_every_file_has_a_link():
-    records = [make_record(0), make_record(1, graph_breaks=[])]
-    files = render(records, APPLIED, bytecode={"loss.0.py": "x"})
+    captures = [capture(0), capture(1, graph_breaks=[])]
+    files = render(captures, APPLIED, bytecode={"loss.0.py": "x"})
     links = set(re.findall(r"\]\(([^)]+)\)", files["index.md"]))
     assert links <= files.keys()
     unlinked = {path for path in files.keys() - links if not path.endswith("report.jsonl")}
     unlinked -= {"index.md", "capture_0/inputs.txt", "capture_1/inputs.txt"}  # shown in the page
-    assert unlinked == {f"capture_{i}/02_chunk-vocab-region.diff" for i in (0, 1)}  # empty
+    assert unlinked == {f"capture_{i}/01_fuse-linear-logprob.diff" for i in (0, 1)}  # empty
 
 
 def test_nothing_captured(tmp_path):
@@ -198,25 +211,26 @@ def test_nothing_captured(tmp_path):
     assert "call the step on a batch first" in page
 
 
-def test_empty_record():
-    page = render([CaptureRecord(0)], Report(), bytecode={})["index.md"]
+def test_a_graph_that_could_not_be_lowered():
+    empty = torch.fx.symbolic_trace(lambda: 1)
+    page = render([Capture(0, empty)], Report(), bytecode={})["index.md"]
     assert "### Inputs\n\nnone" in page
     assert "### Passes\n\nnone ran" in page
     assert "none: one graph holds it all" in page
 
 
 def test_twice_is_once(tmp_path):
-    write_dump(tmp_path, [make_record()], APPLIED)
+    write_dump(tmp_path, [capture()], APPLIED)
     first = tree(tmp_path)
-    write_dump(tmp_path, [make_record()], APPLIED)
+    write_dump(tmp_path, [capture()], APPLIED)
     assert tree(tmp_path) == first
 
 
 def test_a_second_dump_removes_only_its_own(tmp_path):
-    write_dump(tmp_path, [make_record(0), make_record(1)], APPLIED)
+    write_dump(tmp_path, [capture(0), capture(1)], APPLIED)
     notes = tmp_path / "capture_1" / "regions" / "my notes.txt"
     notes.write_text("mine")
-    write_dump(tmp_path, [make_record(0)], APPLIED)
+    write_dump(tmp_path, [capture(0)], APPLIED)
     assert notes.read_text() == "mine"
     assert [p for p in tree(tmp_path) if "capture_1" in p] == ["capture_1/regions/my notes.txt"]
     assert not (tmp_path / "capture_1" / "aot").exists()
@@ -225,7 +239,7 @@ def test_a_second_dump_removes_only_its_own(tmp_path):
 def test_a_foreign_file_is_never_overwritten(tmp_path):
     (tmp_path / "index.md").write_text("mine")
     with pytest.raises(DumpError, match=r"index\.md; move them"):
-        write_dump(tmp_path, [make_record()], APPLIED)
+        write_dump(tmp_path, [capture()], APPLIED)
     assert tree(tmp_path) == {"index.md": "mine"}
 
 
@@ -234,7 +248,7 @@ def test_a_foreign_file_in_place_of_a_folder(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(DumpError, match="did not write"):
-        write_dump(tmp_path, [make_record()], APPLIED)
+        write_dump(tmp_path, [capture()], APPLIED)
     assert tree(tmp_path) == {name: "mine"}
 
 
@@ -249,10 +263,10 @@ def test_a_disk_that_takes_no_more(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
     try:
         with pytest.raises(DumpError, match=r"/dump could not be written: File too large; a part"):
-            write_dump(tmp_path / "dump", [make_record()], APPLIED)
+            write_dump(tmp_path / "dump", [capture()], APPLIED)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert write_dump(tmp_path / "dump", [make_record()], APPLIED).is_file(), "it is replaced"
+    assert write_dump(tmp_path / "dump", [capture()], APPLIED).is_file(), "it is replaced"
 
 
 def test_links_in_a_strangers_folder_are_not_followed(tmp_path):
@@ -265,7 +279,7 @@ def test_links_in_a_strangers_folder_are_not_followed(tmp_path):
     for listed in ("a/precious", "index.md"):
         (root / "fxrl-dump.json").write_text(json.dumps({"files": [listed]}))
         with pytest.raises(ForeignFileError, match="is a link to"):
-            write_dump(root, [make_record()], APPLIED)
+            write_dump(root, [capture()], APPLIED)
     assert tree(outside) == {"precious": "mine"}
 
 
@@ -288,11 +302,10 @@ def test_a_list_that_points_outside_removes_nothing(tmp_path, path):
 
 
 def test_names_stay_inside_and_apart():
-    generated = {"../../evil.py": "1", "a/b.py": "2", "a_b.py": "3", "A_B.py": "4", "..": "5"}
-    record = make_record(regions=[RegionRecord("../r", ["x"], "F", "", generated)])
-    files = render([record], Report(), bytecode={})
+    bytecode = {"../../evil.py": "1", "a/b.py": "2", "a_b.py": "3", "A_B.py": "4", "..": "5"}
+    files = render([capture()], Report(), bytecode=bytecode)
     assert not [path for path in files if ".." in path.split("/")]
-    made = [text for path, text in files.items() if "/generated/" in path]
+    made = [text for path, text in files.items() if path.startswith("bytecode/")]
     assert sorted(made) == ["1\n", "2\n", "3\n", "4\n", "5\n"]
     assert len({path.lower() for path in files}) == len(files)
 
