@@ -69,7 +69,7 @@ class TrainStep:
     def _look(self) -> None:
         """See what the model is in: ``fully_shard`` changes its class, also behind ``optimize``."""
         self._kind = type(self._model)
-        self._wrapper = Wrapper(self._model)
+        self._wrapper = Wrapper.of(self._model)
         self._captured = CapturedLoss(self._wrapper.inner, self._loss_fn, self._backend)
         self._backend.judge(self._wrapper.report)
 

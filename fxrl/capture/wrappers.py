@@ -55,46 +55,39 @@ class Captured(Protocol):
 
 
 class Wrapper:
-    """How a step treats what its model is wrapped in.
+    """How a step treats what its model is wrapped in: this is no wrapper, or one that stays closed.
 
     Attributes:
         inner: what the captured loss gets for its model. It shares all state with the model.
+        parts: whether modules inside are captured by themselves.
         report: a miss for each wrapper that keeps a loss head behind it from being rewritten.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        opened = next((kind for kind in (_Reduced, _Sharded) if kind.opens(model)), _Bare)(model)
-        self.inner: nn.Module = opened.inner
-        self.run: Callable[[Captured, Any], Any] = opened.run
-        """``captured(batch)`` between the two halves of the wrapper's own forward."""
-        self.out_of_the_way: Callable[[Captured], AbstractContextManager[None]] = (
-            opened.out_of_the_way
-        )
-        """Inside, nothing of the wrapper runs that would end a graph, nor talks to other ranks."""
-        self.parts = opened.parts
-        """Whether modules inside are captured by themselves."""
-        self.report = Report.of(_misses(model, opened))
-
-
-class _Bare:
-    """No wrapper, or one that stays closed."""
 
     parts = False
 
     def __init__(self, model: nn.Module) -> None:
-        self.inner = model
+        self.inner: nn.Module = model
+        self.report = Report.of(_misses(model, self))
+
+    @staticmethod
+    def of(model: nn.Module) -> Wrapper:
+        """How a step treats this model."""
+        return next((kind for kind in (_Reduced, _Sharded) if kind.opens(model)), Wrapper)(model)
 
     def run(self, captured: Captured, batch: Any) -> Any:
+        """``captured(batch)`` between the two halves of the wrapper's own forward."""
         return captured(batch)
 
     def out_of_the_way(self, captured: Captured) -> AbstractContextManager[None]:
+        """Inside, nothing of the wrapper runs that would end a graph, nor talks to other ranks."""
         return nullcontext()
 
 
-class _Reduced(_Bare):
+class _Reduced(Wrapper):
     """A model in DDP."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__(model)
         self._ddp = model
         self.inner = _under(model, _ModuleAlone)
 
@@ -118,11 +111,11 @@ class _ModuleAlone:
         return self.module(*args, **kwargs)
 
 
-class _Sharded(_Bare):
+class _Sharded(Wrapper):
     """A model that ``fully_shard`` was called on, as a whole and mostly on its layers before."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        super().__init__(model)
         self._state = state = _state_of(model)  # looked up by the module's identity
         self.inner = _under(model, _AsSharded, _get_fsdp_state=lambda self: state)
         self._heads = [*dict.fromkeys(map(_state_of, _heads_apart(model)))]
@@ -334,7 +327,7 @@ def _without(hooks: OrderedDict[int, Any], key: int) -> Iterator[None]:
             hooks.move_to_end(behind)
 
 
-def _misses(model: nn.Module, opened: _Bare) -> Iterator[Remark]:
+def _misses(model: nn.Module, opened: Wrapper) -> Iterator[Remark]:
     """One remark for each kind of wrapper that stays closed, at the first place it stands."""
     seen: set[str] = set()
     if isinstance(opened, _Sharded):
@@ -342,7 +335,7 @@ def _misses(model: nn.Module, opened: _Bare) -> Iterator[Remark]:
         yield _units_apart(model)
     for name, module in model.named_modules():
         kind, reason, cure = _closed(module)
-        if kind and kind not in seen and (name or type(opened) is _Bare):
+        if kind and kind not in seen and (name or type(opened) is Wrapper):
             seen.add(kind)
             yield _miss(name or "model", reason, cure or _cure_of_sharding(model))
     for name, parameter in model.named_parameters() if not seen & _SHARDING else ():

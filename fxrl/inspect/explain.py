@@ -87,7 +87,7 @@ def explained(
         graph break needs numbers that only a real run has; and the captures.
     """
     config = replace(config, on_miss="ignore")
-    wrapper = Wrapper(model)
+    wrapper = Wrapper.of(model)
     lost = Report()
     with _without_meta(wrapper.inner, loss_fn) as mode:
         backend = ExplainBackend(

@@ -185,7 +185,7 @@ def as_tensor_parallelism_does(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(make_model(), mesh["tensor"], {"mix": ColwiseParallel()})
     fully_shard(model, mesh=mesh["data"])
-    (told,) = Wrapper(model).report.of_kind("missed")
+    (told,) = Wrapper.of(model).report.of_kind("missed")
     assert "FSDP gathers" in told.reason
     assert "give each rank a whole model" in told.cure
 
@@ -231,7 +231,7 @@ def test_inputs_move_to_the_wrappers_device() -> None:
     model = DistributedDataParallel(make_model())
     model.device_ids, model.device_type = [0], "meta"
     model.module.to("meta")
-    assert Wrapper(model).inner(make_batch()["ids"]).is_meta
+    assert Wrapper.of(model).inner(make_batch()["ids"]).is_meta
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -608,7 +608,7 @@ def test_deepspeeds_engine_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     library = types.ModuleType("deepspeed")
     library.DeepSpeedEngine = DeepSpeedEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deepspeed", library)
-    (remark,) = Wrapper(DeepSpeedEngine()).report.of_kind("missed")
+    (remark,) = Wrapper.of(DeepSpeedEngine()).report.of_kind("missed")
     assert "DeepSpeed's engine" in remark.reason
     assert "a whole model" in remark.cure
 
