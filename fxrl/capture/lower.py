@@ -8,7 +8,8 @@ not lose what autograd needs: code under ``no_grad`` becomes a ``detach`` of its
 has a backward of its own (autograd.Function, checkpoint, attention) stays one opaque call.
 
 A graph is traced (``capture.tracing``), spelled in one way (``capture.canonical``) and given its
-inputs' marks; then the bodies of its calls are lowered likewise.
+inputs' marks; then the bodies of its calls are lowered likewise. An ``autograd.Function`` stays one
+call, unless ``open-loss-functions`` opens it by its two halves, which are kept beside it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,34 @@ from torch.utils import _pytree as pytree
 from fxrl.analysis.layers import layer_path, signature
 from fxrl.capture._torch import SET_GRAD, STATIC_INPUT, FakeTensor, fake_like
 from fxrl.capture.canonical import canonicalize
-from fxrl.capture.functions import lower_functions
 from fxrl.capture.opaque import allow_any_strides, under
 from fxrl.capture.tracing import trace, tracing
 from fxrl.capture.writes import refuse_lost_values
 from fxrl.errors import first_line
-from fxrl.ir.bodies import CALL_LAYER, body_of, clone, graphs_of, save_as, set_body, what_it_saves
+from fxrl.ir.bodies import (
+    AUTOGRAD_FUNCTION,
+    CALL_LAYER,
+    HALVES,
+    Halves,
+    body_of,
+    clone,
+    graphs_of,
+    save_as,
+    set_body,
+    what_it_saves,
+)
 from fxrl.ir.graph import (
+    HigherOrderOperator,
     as_node,
+    draws_random,
+    eliminate_dead_code,
     example_of,
     inputs_of,
     is_call,
     needs_grad,
     propagate_requires_grad,
+    tensor_val,
+    writes,
 )
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import rename_site
@@ -74,7 +90,7 @@ def lower(
         _check_gradients(gm, lowered)
     known = {} if known is None else known
     _lower_bodies(lowered, grad_enabled, known)
-    lower_functions(lowered, lower)
+    _lower_functions(lowered)
     lowered.recompile()
     return lowered
 
@@ -233,3 +249,81 @@ def _move(own: fx.GraphModule, path: str) -> None:
         own.meta["layer_path"] = path
         for node in own.graph.nodes:
             rename_site(node, theirs, path)
+
+
+# ---------------------------------------------------------------------------- halves of functions
+def _lower_functions(gm: fx.GraphModule) -> None:
+    """Leave at each call of an ``autograd.Function`` outside of the layers its halves, or why they
+    could not be lowered."""
+    for call in gm.graph.find_nodes(op="call_function", target=AUTOGRAD_FUNCTION):
+        if layer_path(call) is None:
+            try:
+                call.meta[HALVES] = _halves(gm, call)
+            except Exception as error:  # a body can hold anything that PyTorch can
+                call.meta[HALVES] = first_line(error)
+
+
+def _halves(gm: fx.GraphModule, call: fx.Node) -> Halves:
+    forward, backward = (getattr(gm, str(as_node(arg).target)) for arg in call.args[:2])
+    with under(call.meta["autocasts"]):
+        ahead = _half(forward)
+    if writes(ahead):
+        raise Refusal("its forward writes into what it is given")
+    with under(()):  # where its backward runs
+        back = _half(backward)
+    _forget_writes(back.graph)
+    if writes(back):
+        raise Refusal("its backward writes into what it is given")
+    eliminate_dead_code(back.graph)
+    trained = _without_constants(call, ahead, back)
+    back.recompile()
+    return Halves(ahead, back, trained)
+
+
+def _without_constants(
+    call: fx.Node, ahead: fx.GraphModule, back: fx.GraphModule
+) -> tuple[int, ...]:
+    """Which values have a gradient; the backward is asked for no other. Torch 2.11 returns each
+    value in between, too."""
+    results: Any = ahead.graph.output_node().args[0]
+    constant: Any = call.kwargs["non_differentiable_idx"]
+    read = {item.args[1] for item in call.users}
+    grads = inputs_of(back.graph)[: len(results[0])]
+    trained = []
+    for index, (value, grad) in enumerate(zip(results[0], grads, strict=True)):
+        val = tensor_val(value)
+        differs = index not in constant and val is not None and val.is_floating_point()
+        if differs and (index in read or grad.users):
+            trained.append(index)
+        elif grad.users:
+            raise Refusal("its backward reads the gradient of a value that has none")
+        else:
+            back.graph.erase_node(grad)
+    return tuple(trained)
+
+
+def _forget_writes(graph: fx.Graph) -> None:
+    """Leave out the final writes into arguments: what was saved, nobody reads any more."""
+    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        written, value = map(as_node, write.args[:2])
+        if written.op == "placeholder":
+            write.replace_all_uses_with(value)
+            graph.output_node().replace_input_with(written, value)  # it is returned as written
+            graph.erase_node(write)
+
+
+def _half(body: fx.GraphModule) -> fx.GraphModule:
+    """A half as ATen alone: what it computes has no gradient of its own."""
+    plain = clone(body)
+    for node in list(plain.graph.nodes):
+        if is_call(node, SET_GRAD):
+            plain.graph.erase_node(node)
+        elif isinstance(node.target, HigherOrderOperator):
+            raise Refusal(f"it calls {node.target}, which has a graph or a kernel for a body")
+        elif node.op == "placeholder" and isinstance(value := example_of(node), FakeTensor):
+            # A gradient is described by the tensor that it is of, and a trace tells them by it.
+            node.meta["example_value"] = fake_like(value)
+    lowered = lower(plain, grad_enabled=False)
+    if any(map(draws_random, lowered.graph.nodes)):
+        raise Refusal("it draws random numbers")
+    return lowered

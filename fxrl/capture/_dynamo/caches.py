@@ -9,8 +9,9 @@ traced, too, and what it reads is kept in mind: a cache has what was so when it 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,13 +30,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fxrl.capture._dynamo.frames import end_graph, in_body
 from fxrl.capture._dynamo.guarding import NOT_IN, guard_by, guard_that
-from fxrl.capture._dynamo.reads import LITERALS, Read
 from fxrl.capture._torch import never_captured
+from fxrl.capture.held_models import names_in
 from fxrl.capture.repeated import has_read
 from fxrl.ir.sizes import measure_by
+from fxrl.ir.source import is_library
 
 _call_wrapped = WrapperUserFunctionVariable.call_function
 _UNKNOWN = object()
+_LITERALS = int, float, bool, str, bytes, type(None), torch.dtype, torch.device
+_CODE = FunctionType, BuiltinFunctionType, ModuleType, type
+_DEEP = 4  # objects within objects
 _DRAWS = re.compile(
     r"rand(n|int|perm|om_)?(_like)?|(bernoulli|normal|uniform|exponential)_?|multinomial|\w*dropout_?"
 )
@@ -97,7 +102,7 @@ def _traced_through(self: Any, tx: Any, args: Any, kwargs: dict[str, Any], held:
     if read.told and not any(isinstance(one, TensorVariable) for one in given):
         first[objects] = read.told
         if read.tensors:  # the graph is given whichever there are
-            guard_that(tx, lambda: Read(cached.__wrapped__, held).told == read.told)
+            guard_that(tx, lambda: _Read(cached.__wrapped__, held).told == read.told)
         behind = [_Behind(tx, one) for one in given]
         if in_body(tx) and any(one.leaves_body for one in behind):
             _end_graph(cached, "what it is asked of is known only within a layer")
@@ -106,8 +111,8 @@ def _traced_through(self: Any, tx: Any, args: Any, kwargs: dict[str, Any], held:
     return answer
 
 
-def _what_is_read(tx: Any, cached: Any, given: Iterable[Any]) -> Read:
-    read = Read(cached.__wrapped__, given)
+def _what_is_read(tx: Any, cached: Any, given: Iterable[Any]) -> _Read:
+    read = _Read(cached.__wrapped__, given)
     if read.is_written(tx):
         _end_graph(cached, "the step writes into what it reads before it asks the cache")
     return read
@@ -168,6 +173,67 @@ class _Asked(VariableTracker):
         self.given = [value for one in behind for value in one.given]
 
 
+class _Read:
+    """What a function, with those that it calls, reads besides the numbers that it is given.
+
+    Attributes:
+        told: equal while all of that is the same: numbers and their like by value, tensors by
+            identity and version, other objects by the attributes that the code names.
+        tensors: whether tensors are among it.
+    """
+
+    def __init__(self, function: Any, given: Iterable[Any]) -> None:
+        self._names, self._owners, self.tensors = set[str](), list[Any](), False
+        functions, seen, found = [function], set[CodeType](), list[Any]()
+        for one in functions:  # which grows
+            code = getattr(one, "__code__", None)
+            if code is None or code in seen or is_library(code.co_filename):
+                continue
+            seen.add(code)
+            self._names |= (names := names_in(code))
+            self._owners += (cells := one.__closure__ or ())
+            values = [cell.cell_contents for cell in cells]
+            values += [one.__self__] if hasattr(one, "__self__") else []
+            values += [one.__globals__[name] for name in sorted(names & one.__globals__.keys())]
+            functions += values
+            found += [value for value in values if not isinstance(value, _CODE)]
+        self.told = [self._tell(value, 0) for value in (*found, *given)]
+
+    def is_written(self, tx: Any) -> bool:
+        """Whether the trace at hand has written into some of it, by code behind the graph."""
+        effects = tx.output.side_effects
+        known = (effects.id_to_variable.get(id(owner)) for owner in self._owners)
+        globals_stored = tx.output.root_tx.symbolic_globals.keys()
+        return not self._names.isdisjoint(globals_stored) or any(
+            one is not None and one.mutation_type is not None and effects.is_modified(one)
+            for one in known
+        )
+
+    def _tell(self, value: Any, depth: int) -> Any:
+        if isinstance(value, _LITERALS):
+            return repr(value)
+        if depth == _DEEP:
+            return id(value)
+        self._owners.append(value)
+        if isinstance(value, torch.Tensor):
+            self.tensors = True
+            return id(value), value._version
+        if isinstance(value, dict):
+            return [(self._tell(key, _DEEP), self._tell(value[key], depth + 1)) for key in value]
+        if isinstance(value, (list, tuple)):
+            return [self._tell(one, depth + 1) for one in value]
+        return id(value), [
+            (name, self._tell(held, depth + 1)) for name, held in self._attributes(value)
+        ]
+
+    def _attributes(self, value: Any) -> Iterator[tuple[str, Any]]:
+        own = getattr(value, "__dict__", {})
+        module = isinstance(value, torch.nn.Module)
+        homes = (own, own["_buffers"], own["_parameters"], own["_modules"]) if module else (own,)
+        for home in homes:
+            yield from ((name, home[name]) for name in sorted(self._names & home.keys()))
+
+
 def computed_once(self: Any, tx: Any, name: str) -> Any:
     """An attribute that a cached property of an object's class computes now, and puts in its place;
     None for all others."""
@@ -224,7 +290,7 @@ def _older_tensor(tx: Any, given: Any) -> Any:
 
 def _is_literal(answer: Any) -> bool:
     """Whether one that equals it does as well."""
-    return type(answer) in LITERALS or (type(answer) is tuple and all(map(_is_literal, answer)))
+    return type(answer) in _LITERALS or (type(answer) is tuple and all(map(_is_literal, answer)))
 
 
 def _may_forget(cached: Any) -> bool:
