@@ -83,7 +83,7 @@ def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
 
 
 def written_inputs(gm: fx.GraphModule) -> frozenset[int]:
-    """Which inputs a lowered graph writes into, itself or by the bodies of its calls."""
+    """The indices of the inputs that a lowered graph writes into, itself or in called bodies."""
     places = {node: at for at, node in enumerate(inputs_of(gm.graph))}
     found = set()
     for node in gm.graph.nodes:
@@ -218,7 +218,7 @@ def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
 
 
 class Lender:
-    """Makes values of a graph inputs of the bodies that it calls, directly or not."""
+    """Hands values of a graph down to the bodies that it calls, as further inputs of these."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.calls: dict[fx.Graph, list[fx.Node]] = {}  # of each body's graph the calls that run it
@@ -238,7 +238,7 @@ class Lender:
         return self._lent[graph, value]
 
     def add(self, graph: fx.Graph, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """One more input of a body, which each of its calls is given a value for."""
+        """Add an input to a body; ``given`` is what each of its calls hands to it."""
         for call, value in given.items():
             call.args = (*call.args, value)
         like = given[self.calls[graph][0]]

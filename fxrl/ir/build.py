@@ -36,7 +36,7 @@ class Builder:
         return node
 
     def update(self, node: fx.Node) -> None:
-        """Let a call that was changed carry the fake value that its op gives."""
+        """Recompute the fake value of a call whose arguments were changed."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         target: Any = node.target
         if self._mode is None:  # ops without a tensor give fakes, too

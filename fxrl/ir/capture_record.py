@@ -90,8 +90,8 @@ class Capture:
 
 
 def plan_of(captures: Sequence[Capture]) -> Plan:
-    """One plan over all captures; sites name their capture. What is predicted is of the capture and
-    the batch that need most."""
+    """One plan over all captures, whose names are in its sites. Its predictions are those of the
+    capture and batch with the highest peak."""
     made = [(one.rewritten.plan, one.given) for one in captures if one.rewritten is not None]
     plans = [plan for plan, _ in made]
     predicted = [given for _, given in made if given.peak_gpu_bytes is not None]

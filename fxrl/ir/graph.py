@@ -64,18 +64,18 @@ def is_embedding(node: object) -> TypeGuard[fx.Node]:
 
 
 def is_loss_head(node: object) -> TypeGuard[fx.Node]:
-    """Whether ``node`` is the fused loss head, whose hidden states and options it takes by name."""
+    """Whether ``node`` calls the fused loss head, over a head in memory or one read in pieces."""
     return isinstance(node, fx.Node) and str(node.target) in LOSS_HEADS
 
 
 def is_quantized_product(call: Any) -> bool:
-    """Whether a node, or what else has a target, is a product of rows with a weight that is
-    quantised, or shared out."""
+    """Whether a call (a node, or anything with a target) multiplies rows by a weight that is
+    quantised or sharded."""
     return str(call.target) in QUANTIZED_PRODUCTS
 
 
 def is_piecewise_product(call: Any) -> bool:
-    """Whether it is one with a weight that can be read in pieces: shared out, or to be widened."""
+    """Whether its weight can be read in pieces: it is sharded, or dequantised where it is read."""
     return str(call.target) in PIECEWISE_PRODUCTS
 
 
@@ -85,8 +85,8 @@ def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
 
 
 def is_grouped_product(node: object) -> bool:
-    """Whether ``node`` multiplies rows by the matrix of their group (experts): torch's op, or one
-    of those by this name that libraries define for what torch's does not take."""
+    """Whether ``node`` multiplies rows by the matrix of their group (experts): torch's op, or a
+    library's of the same name."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     name = str(node.target)
@@ -124,7 +124,7 @@ def is_view(node: object) -> bool:
     return _looks_at_operand(node.target)
 
 
-@functools.cache  # a plan asks for the same ops' again and again
+@functools.cache  # planning asks for the same ops again and again
 def _looks_at_operand(target: Any) -> bool:
     infos = [argument.alias_info for argument in target._schema.arguments]
     return target is aten._unsafe_view.default or any(
@@ -161,7 +161,7 @@ def is_whole_slice(node: object) -> TypeGuard[fx.Node]:
 
 
 def skip_whole_slices(node: Any) -> Any:
-    """What ``x[:]`` is taken of, however often."""
+    """``x`` of ``x[:]``, or of ``x[:][:]``."""
     while is_whole_slice(node):
         node = node.args[0]
     return node
@@ -171,7 +171,7 @@ Looks = Callable[[fx.Node], bool]
 
 
 def readers_of(node: fx.Node, looks: Looks = is_view) -> Iterator[fx.Node]:
-    """The nodes that compute with a value or with views of it; what only ``looks`` is left out."""
+    """The nodes that compute with a value or with views of it, without the views themselves."""
     for user in node.users:
         if looks(user):
             yield from readers_of(user, looks)
@@ -180,14 +180,13 @@ def readers_of(node: fx.Node, looks: Looks = is_view) -> Iterator[fx.Node]:
 
 
 def share_views(graph: fx.Graph) -> None:
-    """Leave one look at a value where there were several: rows that products share are one value
-    then, with one gradient."""
+    """Merge equal views, so that products of the same rows read one value, with one gradient."""
     _share(graph, is_view)
 
 
 def share_repeats(graph: fx.Graph) -> None:
-    """Compute equal calls of a graph that writes nothing once. Random draws differ, memory that is
-    not filled is its own, and so is that of each result."""
+    """Eliminate common subexpressions of a graph without writes. Random draws, uninitialised
+    memory and what the graph returns keep calls of their own."""
     results = {base_of(result) for result in graph.output_node().all_input_nodes}
 
     def repeats(node: fx.Node) -> bool:
@@ -260,8 +259,8 @@ def with_arguments(call: Any, /, **changed: Any) -> tuple[list[Any], dict[str, A
 
 
 def example_of(node: fx.Node) -> Any:
-    """The value of a node of a graph that Dynamo or lowering made: a fake tensor, a SymInt, a
-    number, a tuple of these; None if unknown."""
+    """The value that Dynamo or lowering noted for a node: a fake tensor, a SymInt, a number, a
+    tuple of these; None if unknown."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
@@ -299,8 +298,8 @@ def as_node(arg: Any) -> fx.Node:
 
 
 def wrapper_of(value: object) -> str:
-    """The class of a tensor that stands for others and has ops of its own, as torchao's quantised
-    weights have; empty for any other value."""
+    """The name of a tensor subclass that wraps other tensors, such as torchao's quantised weights;
+    empty for any other value."""
     return type(value).__name__ if hasattr(value, "__tensor_flatten__") else ""
 
 
@@ -326,7 +325,7 @@ def hint(size: Size) -> int:
 
 
 def has_hint(*sizes: Size) -> bool:
-    """Whether sizes were seen as numbers; what data decides, such as a count of rows, never is."""
+    """Whether all sizes have hints; data-dependent ones, such as a count of rows, have none."""
     return all(isinstance(size, int) or size.node.has_hint() for size in sizes)
 
 
@@ -357,16 +356,15 @@ def equal_shapes(left: Iterable[Size], right: Iterable[Size]) -> bool:
 
 
 def equal_sizes(left: Size, right: Size) -> bool:
-    """Whether two sizes are equal: for all batches, or as seen, by a guard: batches in which they
-    differ are captured anew. Only while a graph is captured; later guards are checked by nobody."""
+    """Whether two sizes are equal for all batches, or in this one, which adds a guard. Only while a
+    graph is captured: guards that are added later are never checked."""
     known = has_hint(left, right)
     return is_equal(left, right) or (known and hint(left) == hint(right) and bool(left == right))
 
 
 def is_same(one: Any, other: Any, *, guards: bool = False) -> bool:
-    """Whether two arguments of calls are equal: one value, sizes as large, the same looks at values
-    that are or copies of these. Sizes are compared by ``equal_sizes`` where ``guards`` may be
-    asked, else by ``is_equal``."""
+    """Whether two arguments of calls have the same value: one node, equal constants or sizes, or
+    the same views and copies of such. ``guards``: sizes may be compared by ``equal_sizes``."""
 
     def same(a: Any, b: Any) -> bool:
         if a is b:
@@ -401,15 +399,15 @@ def relax_views(graph: fx.Graph) -> None:
 
 
 def memory_like(like: torch.Tensor, device: str | None = None) -> torch.Tensor:
-    """A tensor with another one's sizes, strides and dtype, and by default its device; what is in
-    it is undefined."""
+    """An uninitialised tensor with another one's sizes, strides and dtype, by default on its
+    device."""
     where = like.device if device is None else device
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=where)
 
 
 def copy_like(value: torch.Tensor, device: str | None = None) -> torch.Tensor:
-    """A copy in the same layout. Where that is expanded one place holds many entries, which PyTorch
-    does not write as many: it is written once."""
+    """A copy in the same layout. ``copy_`` refuses expanded dims, whose entries share memory, so
+    one entry of each is written."""
     copy, strides = memory_like(value, device), value.stride()
     sizes = [
         min(n, 1) if stride == 0 else n for n, stride in zip(value.shape, strides, strict=True)
@@ -503,8 +501,7 @@ def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None)
 def reached(
     nodes: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> Iterator[fx.Node]:
-    """These nodes and all that ``onward`` leads to from a node that was reached, each once, the
-    nearest first."""
+    """Breadth-first search: ``nodes`` and all that ``onward`` leads to from them, each once."""
     seen = dict.fromkeys(nodes)
     waiting = deque(seen)
     while waiting:
@@ -517,7 +514,7 @@ def reached(
 
 
 def replace_by(node: fx.Node, value: fx.Node | int) -> None:
-    """Let all that read a size read another value of the graph, or a number."""
+    """Replace all uses of a size by another value of the graph, or by a number."""
     if isinstance(value, fx.Node):
         node.replace_all_uses_with(value)
         return
@@ -558,12 +555,11 @@ def writes(gm: fx.GraphModule) -> bool:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erase what nobody reads, and graphs that nobody calls.
+    """Erase calls whose results nobody reads, and graphs that nobody calls.
 
-    Writes into inputs, assertions, random draws and what returns nothing stay.
-
-    Unlike ``fx.Graph.eliminate_dead_code`` it leaves graphs that are called as they are: the bodies
-    of higher-order ops hold in-place calls whose results nobody reads.
+    Writes into inputs, assertions, random draws and ops without results stay. Unlike
+    ``fx.Graph.eliminate_dead_code`` it does not enter graphs that are called: bodies of
+    higher-order ops hold in-place calls whose results nobody reads.
     """
     for node in reversed(list(graph.nodes)):
         if not node.users and not _has_effect(node):

@@ -102,11 +102,9 @@ class Pass(ABC, Generic[S]):
     doc: ClassVar[PassDoc]  # its line in the README
     # Passes that run before it, also where only this one was asked for.
     requires: ClassVar[tuple[str, ...]] = ()
-    # A site's choice tells other passes, too, what to do there: what this one refuses, or is kept
-    # from, they still do.
+    # Other passes obey a site's choice too, so it stays in the plan where this one does not apply.
     shares_choice: ClassVar[bool] = False
-    # What its remarks are. Where one spelling becomes another nothing is won or lost, so those of
-    # such passes are facts.
+    # The kinds of its remarks; those of normalising passes, which win and lose nothing, are facts.
     applied: ClassVar[RemarkKind] = RemarkKind.APPLIED
     missed: ClassVar[RemarkKind] = RemarkKind.MISSED
 
@@ -134,18 +132,17 @@ class Pass(ABC, Generic[S]):
         return replace(self, **values)  # type: ignore[type-var]
 
     def measured(self, inputs: Sequence[Any]) -> Self:
-        """The pass with further options that only the graph's real inputs and their device can
-        tell; fake inputs tell nothing."""
+        """The pass with options that depend on the graph's real inputs and their device; fake ones
+        change nothing."""
         return self
 
     def sparing(self) -> Self:
-        """The pass for a step that does not fit: what it leaves alone because it would cost time
-        is rewritten too."""
+        """The pass for a step that does not fit, which also rewrites where that costs time."""
         return self
 
     def rounded(self, gm: fx.GraphModule) -> list[Any]:
-        """The weights (``fxrl.ops.rounded``) whose products a graph that this pass rewrote rounds,
-        so that ``verify`` compares with code that rounds them too."""
+        """The weights (``fxrl.ops.rounded``) whose products are rounded in a graph that this pass
+        rewrote; ``verify`` rounds them in its reference too."""
         return []
 
     @abstractmethod

@@ -32,14 +32,14 @@ def open_misses(report: Report) -> tuple[Remark, ...]:
 
 
 def illegal_misses(report: Report, plan: Plan) -> tuple[Remark, ...]:
-    """Those whose site no pass could rewrite. The others were found whole and left by a pass's own
-    measure, such as ``min_saved_bytes``: what else is wrong with their graph costs them nothing."""
+    """The open misses of sites that no pass could rewrite, without those that a pass could and left
+    as they are, such as below ``min_saved_bytes``."""
     misses = open_misses(report)
     return tuple(miss for miss in misses if not isinstance(plan.choices.get(miss.site), Keep))
 
 
 class _Block(local):
-    """The block that a thread is in: what it will warn of, None where there is none."""
+    """For each thread, what it will warn of when its block ends; None outside of a block."""
 
     waiting: list[Remark] | None = None
 
@@ -54,8 +54,8 @@ class Judge:
 
     @contextmanager
     def after(self) -> Iterator[None]:
-        """Warn when the block has ended: one that raises has that to say, and its captures may be
-        of a batch that no step can do with, such as one that lacks a key."""
+        """Warn only when the block has ended, and not if it raises: its captures may be of a broken
+        batch, such as one that lacks a key."""
         waiting: list[Remark] = []
         self._block.waiting = waiting
         try:

@@ -89,7 +89,7 @@ class Report(Readable):
         return tuple(remark for remark in self.remarks if remark.kind == kind)
 
     def settled(self) -> Report:
-        """With a miss at a site that another pass rewrote as a fact: nothing is lost there."""
+        """The same, with misses at sites that another pass rewrote turned into facts."""
         rewritten = {remark.site for remark in self.of_kind(RemarkKind.APPLIED)}
 
         def of(remark: Remark) -> Remark:
@@ -99,8 +99,8 @@ class Report(Readable):
         return Report(tuple(map(of, self.remarks)))
 
     def folded(self) -> tuple[Remark, ...]:
-        """The remarks as people read them: ``settled``, and as one what several passes say of a
-        site in the same words, or one of many sites."""
+        """The remarks as people read them: ``settled``, and merged where several passes say the
+        same of one site, or one pass of many sites."""
         sites = _grouped(self.settled().remarks, lambda one: (one.site, one.source))
         passes = _grouped(map(_of_passes, sites), lambda one: (one.pass_name,))
         return tuple(map(_of_sites, passes))
@@ -147,7 +147,7 @@ class Report(Readable):
 def _grouped(
     remarks: Iterable[Remark], alike: Callable[[Remark], tuple[str, ...]]
 ) -> Iterable[list[Remark]]:
-    """Those of the same words that are ``alike``, too."""
+    """Groups of remarks that say the same and agree in ``alike``."""
     groups: dict[tuple[str, ...], list[Remark]] = {}
     for one in remarks:
         groups.setdefault((one.kind, one.reason, one.cure, *alike(one)), []).append(one)

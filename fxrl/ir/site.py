@@ -43,8 +43,8 @@ def plain_path(where: str) -> str:
 
 
 def name_held(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
-    """Let modules that the loss function holds have the ``names`` that it has for them, by Dynamo's
-    way to them, as the path to all inside of them."""
+    """Name modules that the loss function holds, and those inside of them, as it does: ``names`` is
+    Dynamo's source of each such module -> the name that the loss function has for it."""
     for graph in graphs_of(gm):
         for node in graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
@@ -57,10 +57,10 @@ def name_held(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
 
 
 def name_inside(gm: fx.GraphModule, names: Mapping[str, str], around: str) -> None:
-    """Let modules in a graph that begins inside of the model have ``names``, by their ids: Dynamo
-    knows them by the way from where the graph begins, such as ``L['self'].q_proj``. The one with
-    the id ``around`` is around all: a method of it begins the graph. So are those that hold the
-    outermost one, whose methods the graph begins behind."""
+    """Give modules of a graph that begins inside of the model their full ``names``, by id: Dynamo
+    has paths from where the graph begins, such as ``L['self'].q_proj``. Added as outer modules are
+    the one with the id ``around``, in a method of which the graph begins, and those that hold the
+    outermost module, in whose calls it begins."""
     ids = {name: key for key, name in names.items()}
     for graph in graphs_of(gm):
         for node in graph.nodes:
@@ -119,8 +119,8 @@ def rename_site(node: fx.Node, path: str, own: str) -> None:
 
 
 def name_instead(node: fx.Node, replaced: fx.Node) -> None:
-    """Name what a pass writes in place of a call as if the program had called that, of the same
-    module: a head that is one product in some batches has one name in all of them."""
+    """Name what a pass puts in place of a call as if the same module had called it: a head that is
+    one product in some batches has one name in all of them."""
     path, _, name = replaced.meta.get(_KEY, "").rpartition("/")
     if not path:
         return

@@ -151,8 +151,8 @@ class _Known(Generic[V]):
 def share_of(tokens: Size, ranks: int) -> Size:
     """How many of a sequence's tokens a rank holds where ``ranks`` share it.
 
-    A single one is the number 1, under a guard: PyTorch takes other roads for a dim of one entry,
-    so a graph in which it is a symbol here and there fits neither kind of batch.
+    One token is the constant 1, under a guard: PyTorch specialises dims of size 1, so a symbol that
+    may be 1 fits no graph.
     """
     local = (tokens + ranks - 1) // ranks
     return 1 if local == 1 else local
@@ -185,7 +185,8 @@ def _polynomial(expr: Any) -> Any:
 
 
 def _told_by(symbol: Any, exprs: Sequence[Any]) -> Any:
-    """The symbol; or, where it is no dim itself, the dim that is a multiple of it and a number."""
+    """The symbol; or, where no dim is just that, the dim that is linear in it with the least
+    factor."""
     linear = [
         expr
         for expr in exprs

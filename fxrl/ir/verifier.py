@@ -56,8 +56,8 @@ class GraphCheck:
                     self._sound.add(key)
 
     def _key(self, node: fx.Node) -> tuple[Any, ...]:
-        """What the check of a node depends on: its call, whose operands are known by their values,
-        and its own value. A copy of a node, as inlining makes them, has the same."""
+        """What the check of a node depends on: its target, its operands' values and its own. Copies
+        of a node, as inlining makes them, have the same key."""
         own, region = node.meta.get("val"), node.meta.get("region")
         known = {arg: _value(arg) for arg in node.all_input_nodes}
         self._alive += [own, region, *known.values()]
