@@ -2,19 +2,19 @@
 
     fp8(%x, %w) + (%a @ %b) * s    becomes    fp8(%x, %w, left=%a * s, right=%b)
 
-An adapter beside a frozen Linear writes a value as wide as the layer, which an elementwise op reads
-again with the layer's own; here it is added before the result is rounded and written. So is what an
-adapter gives to the gradient of the rows. Such sums are rounded once.
+Op by op, an adapter beside a frozen Linear writes an output as wide as the layer's, and one more op
+reads both to add them. Here the FP8 kernel adds it before it rounds and writes its result. What an
+adapter adds to the gradient of the rows is added likewise. Each sum is rounded once.
 
-NOTE [Why results no narrower than the product is deep]: what is saved goes by the result's width,
-and what a kernel that adds takes more than cuBLAS, by the product's depth (``kernels.hopper``).
+NOTE [Why results no narrower than the product is deep]: the time saved grows with the result's
+width, and what the adding kernel loses to cuBLAS with the product's depth (``kernels.hopper``).
 
-NOTE [Why over the joint graph]: a cut that keeps products keeps the sum, and no backward multiplies
-by an adapter again to have it.
+NOTE [Why over the joint graph]: a cut that keeps products then keeps the sum, so no backward
+computes the adapter's product again.
 
-NOTE [Why this rounding may go]: others stay (``compile.bodies.inductor``), for sums of two bf16
-values lie half-way between two others so often that an adapter far below half a unit decides them,
-each in the gradient's direction. Sums of products in float32 lie there as seldom as anywhere.
+NOTE [Why this rounding may go]: others stay (``compile.bodies.inductor``): the sum of two bf16
+values is so often a tie between two others that an adapter far below half a unit would decide the
+ties, all in the gradient's direction. Sums of products in float32 are hardly ever ties.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ H = TypeVar("H", bound=HeadCluster)
 
 @dataclass(frozen=True)
 class HeadPass(Pass[H]):
-    """Base of the passes over loss heads, which take those that save enough."""
+    """Base of the passes over loss heads: they take the clusters that save enough memory."""
 
     tile_tokens: int = 0  # rows per tile; 0 lets the tile's bytes decide
     min_saved_bytes: int = 0  # a head predicted to save less stays
@@ -147,19 +147,18 @@ def run_by_tiles(
 
 
 def _feed(emitter: RowEmitter, program: RowProgram) -> Feeds:
-    """All that can be refused happens here, before the graph's own values are touched."""
+    """The program's inputs; whatever can be refused is refused here, before the graph changes."""
     emitter.check_restorable(output.value for output in program.outputs)
     return emitter.inputs(program.roots)
 
 
 def _is_trained(leaf: Leaf, feed: fx.Node) -> bool:
-    """Whether a gradient goes back to a leaf: a row's number says only where it is."""
+    """Whether a leaf gets a gradient; the row numbers that may stand for it get none."""
     return needs_grad(leaf.node) and val_of(feed).is_floating_point()
 
 
 def _detach_unread(body: fx.GraphModule, program: RowProgram) -> None:
-    """Say of outputs to which no gradient comes back that they have none, where others do: a
-    metric beside a loss."""
+    """Detach outputs that get no gradient (metrics beside a loss), if any output gets one."""
     attached = [output.attached for output in program.outputs]
     end = body.graph.output_node()
     results: Any = end.args[0]

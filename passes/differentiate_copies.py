@@ -1,13 +1,13 @@
-"""Writes of whole values as what was written, which has a derivative.
+"""Replace writes of whole values by what was written, which has a derivative.
 
     %b = copy(%a, %x)                   a.copy_(x), or a[:, 1:] = x of a slice
 becomes
     %b = expand(_to_copy(%x), shape)    x in the dtype, the shape and the layout of a
 
-Tracing makes every in-place write functional. ``aten.copy`` is how it spells an assignment, and the
-one such op that autograd cannot differentiate: eager mode never runs it. All of ``%a`` is
-overwritten, so its values are nothing to the result; writes into a part stand around it as
-``slice_scatter``, ``select_scatter`` or ``index_put``, which have derivatives.
+Tracing makes every in-place write functional. It spells an assignment as ``aten.copy``, the one such
+op that autograd cannot differentiate, since eager mode never runs it. All of ``%a`` is overwritten,
+so the result does not depend on its values. Writes into a part are ``slice_scatter``,
+``select_scatter`` or ``index_put`` of the copy, which have derivatives.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _written(builder: Builder, copy: fx.Node) -> fx.Node:
 
 
 def _laid_out(builder: Builder, value: fx.Node, like: torch.Tensor) -> fx.Node:
-    """``value`` with the strides of ``like``: views of it may follow, which other ones forbid."""
+    """``value`` with the strides of ``like``, which views of the result may rely on."""
     if equal_shapes(val_of(value).stride(), like.stride()):
         return value
     rank = len(shape_of(value))

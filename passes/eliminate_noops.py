@@ -5,10 +5,10 @@
     %c = view(view(%a, ..), shape)             %c = view(%a, shape)
     %c = to_copy(to_copy(%a, wide), narrow)    %c is %a, where the first cast loses nothing
 
-Rewrites leave such calls behind where one speaks of rows and the next of ``[B, T]``; adapters in
-float32 ask for the casts under autocast. Where gradients are values like others (the two halves of
-a region), a detach is nothing as well, and a size that autograd asks a view for is the one that the
-view was given: nothing but a sum then reads what it adds.
+Such views are left between a rewrite that works on rows and the next one, which works on
+``[B, T]``; adapters in float32 under autocast cause the casts. In the two halves of a region, whose
+gradients are ordinary values, a detach is a no-op too, and the size that autograd reads off a view
+is the size that the view was given; what is added then has the sum as its only reader.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ becomes
     %blocks = fxrl.mask_blocks([%doc, %doc_of_keys], "bitwise_and(le(key, query), eq(v0, v1))")
     %out    = fxrl.masked_attention(%q, %k, %v, [%doc, %doc_of_keys], %blocks, "...")
 
-Padding, packed documents, windows, chunks, prefixes: whatever is computed pair by pair from what
-one query and one key say. What is found out about blocks of 128 queries and keys is shared by all
-layers under the mask; a block in which nobody is seen costs nothing, so T documents of length L in
-a row cost their own squares, and a window its band. Numbers are the dense mask's.
+This works for padding, packed documents, windows, chunks, prefixes: any mask whose entry is computed
+from one query's values and one key's. Which blocks of 128 queries and keys have anything to see is
+found once for all layers under the mask. Empty blocks cost nothing, so packed documents cost the
+squares of their lengths, and a window costs its band. Results are those of the dense mask.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ _LEAST_MASK = {"cpu": 2**30, "meta": 2**24, "cuda": 2**24}
 
 @dataclass(frozen=True, slots=True)
 class MaskSite(Site):
-    """A mask, what it is computed from, and the attention calls that read it, as often as they
-    run."""
+    """A mask, what it is computed from, and the attention calls that read it, once for each run."""
 
     mask: FactoredMask
     readers: tuple[fx.Node, ...]

@@ -1,17 +1,17 @@
-"""Let batched products with weights be plain products.
+"""Turn batched products with one weight into plain products.
 
     %w3 = expand(unsqueeze(%w, 0), [b, ...])
     %y  = bmm(%x, %w3)                              x [b, t, k], w [k, n]
 becomes
     %y  = mm(reshape(%x, [b * t, k]), %w)           in the old shape again
 
-``baddbmm`` adds its bias to that, and a convolution one token wide, which people write a loss head
-as, is the product of all tokens, with features and tokens swapped before and behind it. A head for
-each of a few codebooks (``bmm(x [q, n, k], w [q, k, v])``) is a product for each, stacked.
+``baddbmm`` becomes that plus its bias. A convolution one token wide, as some loss heads are written,
+becomes the product of all tokens, with features and tokens swapped before and after it. Heads of a
+few codebooks (``bmm(x [q, n, k], w [q, k, v])``) become one product each, stacked.
 
 NOTE [Why fold broadcast products]: ``matmul`` of a non-contiguous 3-D tensor (hidden states after
-a slice) with a weight becomes a batched product with the weight expanded over the batch. It is a
-linear layer all the same, and as one its weight gradient is not made once per sequence.
+a slice) with a weight becomes a batched product with the weight expanded over the batch, whose
+weight gradient is computed once per sequence. As the linear layer that it is, it is computed once.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
 
 
 def _is_head(node: fx.Node) -> bool:
-    """Whether a convolution has more channels than it reads, and they are classes."""
+    """Whether a convolution gives more channels than it reads, and these are read as classes."""
     rows, weight, *_ = node.all_input_nodes
     given, made = shape_of(rows), shape_of(node)
     wide = len(made) == 3 and hint(shape_of(weight)[2]) == 1
@@ -165,7 +165,7 @@ def _product_each(builder: Builder, node: fx.Node, weights: fx.Node) -> fx.Node:
 def _fold_convolution(
     builder: Builder, sizes: SizeTable, node: fx.Node, weight: fx.Node
 ) -> fx.Node:
-    """Laid out as the convolution's result is, for what views it."""
+    """The product with the memory layout of the convolution's result, which views rely on."""
     args: Any = node.args
     rows, _, bias = args[:3]
     batch, classes, tokens = map(sizes.arg, shape_of(node))

@@ -5,25 +5,24 @@
                                                                       %w8, %scale)
     %a = mm(mm(%x, t(%A)), t(%B))            as it is: LoRA's own products
 
-The weight is quantised once, when the step first runs, and again when somebody writes to it: its
-values and scales are inputs of the graph as the weight was. A weight that the model holds in FP8
-(``fxrl.models.quantize``) is read as it is. Rows are quantised as they come. What
-is found is structure: a product of rows with a 2-D input that takes no gradient, whatever module,
-spelling or adapter library made it.
+The weight is quantised when the step first runs, and again when it is written to: its values and
+scales replace it as inputs of the graph. A weight that the model holds in FP8
+(``fxrl.models.quantize``) is read as it is. Rows are quantised in every step. Products are found by
+structure: rows times a 2-D input that takes no gradient, whatever module or adapter library made it.
 
-NOTE [Why behind the outlining]: a layer's weights are inputs of its region, and only here is each
-layer a place of its own, which may keep a weight in bf16 that its equals do not; layers that chose
-alike still share one body. The plan is made behind it, of bodies whose bytes and products are
-those that will run; cuts, tiles and offloading then act on them as on any other.
+NOTE [Why after the outlining]: only then is each layer a site of its own, which may keep a weight in
+bf16 that equal layers do not; layers that chose alike still share one body. And the plan is made
+after this pass, from bodies with the bytes and products that will run; cuts, tiles and offloading
+then act on these bodies as on any other.
 
-NOTE [Why no product falls back by what a step shows]: weights are judged before they are used, but
-rows and gradients are known only when a step has run. A product that left FP8 behind it would give
-log-probs other than those that were scored, and a run that is resumed other ones than the run that
-went on. So ``TrainStep.calibrate`` measures on a batch and returns the ``Config`` that says it from
-the first step on. Little is lost without: on SmolLM2's weights 21 of 210 products are below a
-cosine of 0.999, all above 0.9986, 20 of them by the rows' gradient alone, for which
-``wide_gradients`` is enough; and in the whole model the layers' gradients come to 0.951 in the
-middle with that gradient in FP8 or not (bench/results/fp8_quality_smollm2_cpu.json).
+NOTE [Why no product falls back because of what a step shows]: weights are judged before they are
+used, but rows and gradients are known only when a step has run. A product that left FP8 then would
+give other log-probs than those that were scored, and a resumed run would differ from one that went
+on. So ``TrainStep.calibrate`` measures on a batch and returns the ``Config`` to use from the first
+step on. Little is lost without it: on SmolLM2's weights 21 of 210 products are below a cosine of
+0.999, all above 0.9986, 20 of them by the rows' gradient alone, for which ``wide_gradients`` is
+enough; and in the whole model the layers' gradients have a median cosine of 0.951 with that gradient
+in FP8 or not (bench/results/fp8_quality_smollm2_cpu.json).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ _LOOKS = (
 )
 #: What tensor cores ask of both sides of a weight.
 _MULTIPLE = 16
-#: A trained matrix so much longer than it is wide is an adapter's factor, and no Linear.
+#: A trained matrix that is this many times longer than wide is an adapter's factor, not a Linear.
 _FACTOR = 8
 
 #: The layer in a name: up to the outermost numbered module.
@@ -286,14 +285,14 @@ def _is_head(site: FrozenProduct) -> bool:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether a call gives each value of its only tensor on: laid out, cast or scaled."""
+    """Whether a call passes on every value of its only tensor: laid out anew, cast or scaled."""
     if is_view(node) or is_call(node, *COPIES):
         return True
     return is_pointwise(node) and sum(map(is_tensor, node.all_input_nodes)) == 1
 
 
 def _products(gm: fx.GraphModule) -> Iterator[FrozenProduct]:
-    """Every product with a 2-D input, but an adapter's: with a narrow one that is trained."""
+    """Every product with a 2-D input but those of adapters, whose input is narrow and trained."""
     for path, graph in _graphs(gm, ()):
         for node in graph.nodes:
             anchor = path[-1] if path else node
@@ -428,7 +427,7 @@ def _place(node: fx.Node) -> int:
 
 
 def _outwards(node: Any, path: Path) -> tuple[fx.Node, Path]:
-    """What a value that is handed from graph to graph is where it was made, and the way there."""
+    """Follow an input outwards through the calls that hand it on, to what the caller gave first."""
     while path and node.op == "placeholder":
         node, path = _inputs(path[-1])[_place(node)], path[:-1]
     return node, path

@@ -1,4 +1,4 @@
-"""Fuse the LM head into the token log-probability and its kin, so the logits never exist.
+"""Fuse the LM head with token log-probabilities and similar statistics: logits never exist.
 
     %logits = mm(%hidden, t(%weight))                    [N, V]  the peak of an RL step
     %logps  = _log_softmax(%logits / T)                  [N, V]  and its twin
@@ -6,12 +6,12 @@
 becomes
     %logp   = fxrl.linear_logprob(%hidden, %weight, %target, ...)[0]
 
-Also log-sum-exp, entropy, mean logit, sum p^2 and top-1 hits of the same logits, in whatever
-algebra the loss writes them, with bias, scale, softcap and temperature read from the graph.
+Also log-sum-exp, entropy, mean logit, sum p^2 and top-1 hits of the same logits, however the loss
+spells them; bias, scale, softcap and temperature are read from the graph.
 
-NOTE [Why fp32 inside]: the op accumulates the logits and reduces them in fp32 (float64 for float64
-inputs) and casts the result, also where the loss computes in bf16: no further from the truth, and
-the first step's ratio is exactly 1, since scoring and training take the same route.
+NOTE [Why fp32 inside]: the op accumulates and reduces the logits in fp32 (float64 for float64
+inputs) and casts the result, even where the loss computes in bf16. That is at least as accurate, and
+the first step's ratio is exactly 1, since scoring and training run the same op.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class FusedProgram:
-    """One row program in terms of the op: the recogniser's findings and the outputs over them."""
+    """One row program in terms of the op: what was recognised, and the outputs computed from it."""
 
     program: RowProgram
     algebra: LogprobAlgebra
@@ -198,7 +198,7 @@ class _Emission:
         return made * len(differentiated) * nbytes(hidden)
 
     def _held(self, head: RowExpr, hidden: fx.Node) -> dict[str, Any]:
-        """How a head is held that is read in pieces."""
+        """How the weight of a head that is read in pieces is stored."""
         weight, *layout = head.args[1:]
         _, *scales = map(self.emit, weight)
         scale: Any = scales[0] if scales else None
@@ -212,7 +212,7 @@ class _Emission:
         return Held(scale, layout[0], vocab, dtype)._asdict()  # type: ignore[arg-type]
 
     def _weight(self, matrix: RowExpr) -> fx.Node:
-        """``[V, H]``: the transposed operand without its transpose, or with one more."""
+        """The weight as ``[V, H]``: the right operand transposed, or before its transpose."""
         if matrix.target is aten.t.default:
             return self.emit(matrix.args[0])
         return self.emitter.call(aten.t.default, self.emit(matrix))

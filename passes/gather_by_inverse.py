@@ -1,4 +1,4 @@
-"""Gradients of rows that a permutation took are taken by its inverse. The algebra is exact.
+"""Gather the gradient of permuted rows by the inverse permutation. The algebra is exact.
 
     %o = sort(%x)[1]                                    a permutation; or the inverse of one
     %g = index_put(zeros, [%o], %v, accumulate)         the gradient of x[o]
@@ -9,10 +9,11 @@ becomes
 becomes
     %g = sum(view(index(%v, [inverse(%o)]), [n, k, ...]), 1)
 
-A mixture of experts sorts its tokens by expert, each as often as experts chose it, and puts them
-back. Nothing tells autograd that an index names each row once: it fills a tensor with zeros, sorts
-the index again and adds. Having been sorted says so. The rows are then read where they are needed,
-by the kernel that needs them, and those of one token are summed in one order, in fp32.
+A mixture of experts sorts its tokens by expert (a token once for each expert that it goes to) and
+puts them back. Autograd does not know that such an index names each row once: it fills a tensor
+with zeros, sorts the index again and adds. That the index is the result of a sort proves it. The
+kernel that needs the rows then reads them itself, and those of one token are summed in a fixed
+order, in fp32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PUTS = (
 
 @dataclass(frozen=True, slots=True)
 class PermutedRows(Site):
-    """Rows that are added to those that a permutation names, or that its numbers // times do."""
+    """Rows that are added at the places ``order``, or at ``order // times``."""
 
     order: fx.Node  # the permutation
     times: int  # how often each row is named
@@ -51,7 +52,7 @@ class PermutedRows(Site):
 
 @dataclass(frozen=True)
 class GatherByInverse(Normalisation[PermutedRows]):
-    """Rows that are put where a permutation says are taken from where its inverse does."""
+    """Rows scattered by a permutation as rows gathered by its inverse."""
 
     name: ClassVar[str] = "gather-by-inverse"
     stage: ClassVar[Stage] = Stage.CLEAN
@@ -97,7 +98,7 @@ def _permuted(put: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _read(index: fx.Node) -> fx.Node:
-    """The value that an index has its numbers from, in their order."""
+    """The value whose numbers an index repeats in the same order."""
     while is_call(index, *_KEEP_NUMBERS) and _is_index(index):
         if not _is_index(source := as_node(index.args[0])):
             break
@@ -124,14 +125,14 @@ def _is_permutation(order: fx.Node) -> bool:
 
 
 def _sorted(order: fx.Node) -> fx.Node | None:
-    """The call whose places ``order`` is."""
+    """The sort whose indices ``order`` is."""
     sort = order.args[0] if is_call(order, operator.getitem) and order.args[1] == 1 else None
     return as_node(sort) if is_call(sort, aten.sort.default, aten.sort.stable) else None
 
 
 def _inverted(order: fx.Node) -> fx.Node | None:
-    """The permutation whose inverse ``order`` is: ``order[other] = arange(n)``, or its places in
-    ascending order."""
+    """The permutation whose inverse ``order`` is, made by ``order[other] = arange(n)`` or by
+    sorting it."""
     if (sort := _sorted(order)) is not None:
         given = bound(sort)
         other = _read(given["self"])

@@ -6,15 +6,15 @@
 becomes, inside the layer's region,
     %y = fxrl.region([%x, %wq, %wk, %wv, %wo])       one group of heads at a time, summed
 
-A region inside a region: its backward makes a group's queries, keys and values again, so the heads
-of one group are alive, in both directions. Where the layer's cut is its inputs alone it makes the
-attention again, too; else groups keep what theirs returned, and where the cut is that, the layer's
-backward sums ``%y`` again of it. What lies between the products is told by its structure
-(``analysis.head_groups``).
+A region inside a region: its backward computes a group's queries, keys and values again, so only one
+group's heads are alive at a time, in both directions. If the layer's cut is "inputs", the attention
+is computed again, too. With other cuts the groups keep what their attention returned; if the cut is
+"attention", the layer's backward computes ``%y`` again from that. What lies between the products is
+found by its structure (``analysis.head_groups``).
 
-NOTE [Why sums in fp32]: over all heads, the product that sums them and the gradient of the layer's
-rows are rounded once. Groups round each of their parts, so these are added in fp32, and the error
-stays that of one more rounding, whatever the number of groups.
+NOTE [Why sums in fp32]: without groups, the output and the gradient of the layer's rows are rounded
+once. Each group rounds its own part, so the parts are added in fp32: the error is that of one more
+rounding, whatever the number of groups.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Body:
                 if share is not None:
                     self._feed(arg, share)
                 elif arg not in self._steps:
-                    self._feed(base_of(arg, _looks_at_tensor), None)
+                    self._feed(base_of(arg, _is_view_of_tensor), None)
         self._sizes = SizeTable(self._graph)
         self._builder = Builder(self._graph)
 
@@ -211,6 +211,6 @@ class _Body:
         return self._places[node]
 
 
-def _looks_at_tensor(node: fx.Node) -> bool:
-    """Whether it is a view of a whole value, whose dims tell sizes that those of rows do not."""
+def _is_view_of_tensor(node: fx.Node) -> bool:
+    """Whether a value is a view of a tensor, which the body computes from the whole tensor."""
     return is_view(node) and is_tensor(node.args[0])

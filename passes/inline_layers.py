@@ -4,8 +4,8 @@
                                             becomes  %o = scaled_dot_product_attention(%q, %k, %v)
                                                      ...
 
-Until here a pass meets each kind of layer once, however deep the model is; from here on each layer
-is a place of its own, which the plan decides on.
+Before this pass each kind of layer is in the graph once, however deep the model is. After it each
+layer is a site of its own, about which the plan decides.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
 becomes
     %z = view(mm(cat([%rows_a, %rows_b]), %w), [b + c, t, v])
 
-Pairs that are run apart, and micro-batches, give logits that are put one after the other and read
-as one. Their hidden states joined in their place are as many rows of ``hidden`` columns, and the
-loss head behind them is one site. Along tokens, too: a prompt's last logits before a completion's,
-for all completions of one prompt, where nothing but slices, shapes and expansions stand between
-products and ``cat``.
+Losses concatenate the logits of pairs or micro-batches that were run apart. Here their hidden
+states are concatenated instead, which are far narrower, and the loss head becomes one site. The
+same is done along tokens (a prompt's last logits before a completion's, also expanded to all
+completions of the prompt) if only slices, reshapes and expansions stand between the products and
+``cat``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Level = tuple[fx.Node, ...]
 
 @dataclass(frozen=True, slots=True)
 class JoinedProducts(Site):
-    """Values joined, each of one widening product with one weight."""
+    """Values joined, each computed from one product with the same weight."""
 
     levels: tuple[Level, ...]  # the products, then what is computed from each, up to what is joined
     moves: tuple[Level, ...] = ()  # or how the rows of each product are moved up to what is joined
@@ -126,8 +126,8 @@ def _levels(parts: Level) -> tuple[Level, ...]:
 
 
 def _moved(part: Any) -> tuple[Any, Level]:
-    """The product that gives a value, and the calls that move its rows up to there, which leave
-    each row whole; no product where something else is done or read on the way."""
+    """The product that a value comes from, and the calls between them, which move whole rows; no
+    product if something else happens on the way, or if another op reads what is between."""
     moves: Level = ()
     while isinstance(part, fx.Node) and part.op == "call_function" and _readers(part) == 1:
         if is_call(part, *MATRIX_PRODUCTS):
@@ -155,7 +155,7 @@ def _one_weight(first: fx.Node, other: fx.Node) -> bool:
 
 
 def _of_moved_rows(builder: Builder, sizes: SizeTable, site: JoinedProducts) -> fx.Node:
-    """The product of all rows, moved and joined before it as its results were after it."""
+    """One product of all rows, which are moved and joined as the products' results were."""
     (products,) = site.levels
     features = shape_of(factors(products[0])[0])[-1:]
     parts = []
@@ -176,7 +176,7 @@ def _of_moved_rows(builder: Builder, sizes: SizeTable, site: JoinedProducts) -> 
 
 
 def _unsliced(node: fx.Node) -> fx.Node:
-    """Past whole slices that nothing else reads."""
+    """The operand of slices that take all of it and that nothing else reads."""
     while is_whole_slice(node) and _readers(node) == 1:
         node = as_node(node.args[0])
     return node
@@ -187,7 +187,7 @@ def _readers(node: fx.Node) -> int:
 
 
 def _alike(first: fx.Node, other: fx.Node) -> bool:
-    """Whether two calls are one of their operands joined, which are their first ones."""
+    """Whether two calls could be one call, of their first operands joined."""
     left, right = shape_of(first)[1:], shape_of(other)[1:]
     if first.target is not other.target or len(left) != len(right):
         return False
@@ -203,7 +203,7 @@ def _alike(first: fx.Node, other: fx.Node) -> bool:
 
 
 def _acts_within(node: fx.Node) -> bool:
-    """Whether entries of the first operand's first dim are computed apart, and all alike."""
+    """Whether each entry along the first operand's first dim is computed alone, by one formula."""
     if is_call(node, aten.slice.Tensor, aten.select.int):
         return bool(bound(node)["dim"] % len(shape_of(node.args[0])) != 0)  # type: ignore[arg-type]
     if node.target in COPIES:

@@ -4,10 +4,9 @@
                                                                          logits again: 6NHV FLOPs
     fxrl.linear_logprob(%hidden, %weight, ..., keep_exponentials=True)   it makes none: 4NHV
 
-NOTE [Why only what the plan leaves over]: with ``[N, V]`` numbers kept a product of 2NHV FLOPs is
-spared, so a byte spares as much time as one of a layer's products of the same width does, which the
-planner weighs. It decides about the head when it has decided about all layers: what is left is
-free. Without a plan nobody knows what is left.
+NOTE [Why only what the plan leaves over]: keeping ``[N, V]`` numbers spares a product of 2NHV FLOPs,
+so a byte kept here saves about as much time as a byte of a layer's product. The planner decides
+about the layers first, and gives the head what memory is left. Without a plan that is unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fxrl.passes.fuse_linear_logprob import differentiated_outputs
 
 @dataclass(frozen=True)
 class KeepExponentials(Pass[Site]):
-    """Tells each trained head what its backward finds."""
+    """Tell the trained heads that the plan names to keep their exponentials."""
 
     name: ClassVar[str] = "keep-exponentials"
     stage: ClassVar[Stage] = Stage.ACT

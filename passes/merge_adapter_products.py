@@ -3,8 +3,8 @@
     (s * %g) @ %b             becomes   s * (%g @ %b)            where the product is the smaller
     %x @ %w + (%x @ %a) @ %b  becomes   [%x, %x @ %a] @ [%w; %b]    where the copies cost less
 
-Both are what adapters of low rank ask for: op by op, each of their products writes a value as wide
-as the layer, which an elementwise op reads again. Sums inside one product are also rounded once.
+Both serve adapters of low rank: op by op, each of their products writes a value as wide as the
+layer, which an elementwise op reads again. A sum inside one product is also rounded only once.
 The second form pays where a product's result is wider than its operand (gate and up projections);
 several sums over one ``%x`` share the copy of it, with zeros in the other sums' rows.
 """
@@ -84,7 +84,7 @@ def _scale_results(graph: fx.Graph) -> int:
 
 
 def _scaled(node: Any) -> list[fx.Node] | None:
-    """The views from ``node`` down to a product with a number, that included."""
+    """The views from ``node`` down to a multiplication by a number, and that call itself."""
     path = []
     while is_call(node, *RESHAPES, *TRANSPOSES):
         path.append(node)
@@ -189,7 +189,7 @@ def _summands(root: fx.Node, targets: Sequence[Any]) -> list[Product]:
 
 
 def _has_depth(product: fx.Node) -> bool:
-    """Whether it is known how many products each of its sums is of."""
+    """Whether the length of the dim that the product sums over is known."""
     return isinstance(shape_of(as_node(product.args[0]))[1], int)
 
 
@@ -219,8 +219,8 @@ def _worth(summands: Sequence[Product], readers: dict[fx.Node, int]) -> list[Pro
 
 
 def _can_share(group: Sequence[Sequence[Product]]) -> bool:
-    """Whether one left operand may serve all sums: none is needed to compute another one's
-    operands, and the rows that only one sum reads are few."""
+    """Whether one left operand may serve all sums: no sum needs another one's result, and the
+    columns that only one sum reads are few."""
     rests = [product for summands in group for product in summands[1:]]
     if any(hint(shape_of(product.left)[1]) > NARROW for product in rests):
         return False
@@ -253,14 +253,14 @@ def _merge(graph: fx.Graph, group: Sequence[Sequence[Product]]) -> None:
 
 
 def scaled_left(builder: Builder, product: Product) -> fx.Node:
-    """A summand's left operand, its scale in it."""
+    """A summand's left operand, multiplied by its scale."""
     if product.scale == 1.0:
         return product.left
     return builder.call(aten.mul.Tensor, product.left, product.scale)
 
 
 def stacked(builder: Builder, parts: Sequence[fx.Node | int], dim: int) -> fx.Node:
-    """Matrices one after the other, turned as they are; a number is for so many rows of zeros."""
+    """Matrices concatenated, transposed if all of them are; a number stands for rows of zeros."""
     nodes = [part for part in parts if isinstance(part, fx.Node)]
     turned = all(is_call(n, *TRANSPOSES) and len(shape_of(n)) == 2 for n in nodes)
     like, width = val_of(nodes[0]), shape_of(nodes[0])[1]

@@ -1,4 +1,4 @@
-"""Let what a layer keeps for its backward wait in host memory, where the plan says so.
+"""Move what a layer keeps for its backward to host memory, where the plan says so.
 
 fxrl.region([%x, ...], cut=attention)          %x and attention's output stay on the GPU
 fxrl.region([%x, ...], cut=attention, host)    they are copied to pinned memory while the next
@@ -22,7 +22,7 @@ from fxrl.passes.recompute import LayerPass, OutlinedLayer, own_inputs
 
 @dataclass(frozen=True)
 class Offload(LayerPass):
-    """Say of each layer's region what waits on the host."""
+    """Mark in each layer's region what waits on the host."""
 
     name: ClassVar[str] = "offload"
     requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")

@@ -1,11 +1,11 @@
-"""Take the user's checkpointing of layers over: fxrl's own cut of a layer stands in its place.
+"""Replace the user's checkpointing of layers by fxrl's own cut of each layer.
 
     %y = checkpoint(@layer, %x, %w)             the whole layer runs again, op by op or region by
                                                 region, before its backward
 becomes
     %y = fxrl.region([%x, %w], cut=inputs)      the backward runs again what it needs, in one graph
 
-What the user saved is saved as before; what a plan may choose instead is one layer's business.
+As much memory is saved as before, and the plan may now choose otherwise for each layer.
 """
 
 from __future__ import annotations

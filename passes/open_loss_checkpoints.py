@@ -5,8 +5,8 @@ becomes
     %logits = mm(%hidden, %weight)
     %logp   = ...
 
-What the user saved by checkpointing the head, the head's own rewrite saves as well, and more. The
-ops keep a mark to be recomputed, which AOTAutograd's partitioner obeys.
+The head's own rewrite saves what the user saved by checkpointing it, and more. The inlined ops stay
+marked for recomputation, which AOTAutograd's partitioner obeys.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OpenLossCheckpoints(Normalisation[Site]):
 
 
 def _is_of_head(call: fx.Node, body: fx.Graph) -> bool:
-    """Whether a body has the loss in it, or the head's product, whose result is read outside."""
+    """Whether a body holds the loss, or the head's product for a loss that is outside."""
     own = _besides_layers(body)  # a layer's router computes over classes, too
     if any(map(_is_over_classes, own)):
         return True
@@ -82,8 +82,8 @@ def _is_over_classes(node: fx.Node) -> bool:
 
 
 def _besides_layers(body: fx.Graph) -> list[fx.Node]:
-    """What a body computes besides the layers of the model that are in it; nothing where it has
-    attention that is no layer's, and so is a layer or a part of one."""
+    """What a body computes besides the model's layers inside it; nothing if it has attention
+    outside of these, for then it is a layer or a part of one."""
     attention = [node for node in body.nodes if is_call(node, SDPA)]
     if not attention:
         return list(body.nodes)

@@ -6,9 +6,9 @@ becomes
     ...                                 the ops of the forward
     %values = with_gradient(@backward, %logits, %plain_values, what the forward saves)
 
-Libraries write the log-probability of a token so, to save less than autograd would (Megatron's
-cross entropy over shards of a vocabulary, filters by top-k and top-p). What they save by it, the
-head's own rewrite saves as well. The gradient stays the user's: ``@backward`` says what it is.
+Libraries write the log-probability of a token as such a function, so that less is kept than by
+autograd (Megatron's cross entropy over shards of a vocabulary, filters by top-k and top-p). The
+head's own rewrite saves as much. The gradient stays the user's: ``@backward`` computes it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _reads_logits(call: fx.Node, heads: set[fx.Node]) -> bool:
 
 
 def _open(gm: fx.GraphModule, call: fx.Node, halves: Halves) -> None:
-    """Put the forward's ops and a call that gives them their gradient in the place of ``call``."""
+    """Replace ``call`` by the forward's ops and a call that attaches their gradient."""
     graph, inputs = gm.graph, call.args[2:]
     results: Any = halves.forward.graph.output_node().args[0]
     with graph.inserting_before(call):

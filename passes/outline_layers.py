@@ -6,13 +6,14 @@
 becomes
     %y = fxrl.region([%x, %w_q, ..., %w_o, ...])
 
-A layer runs op by op otherwise, and autograd keeps whatever each op asks for. A region's body is
-fused, attention is a call inside of it, and what its backward gets is the plan's choice
+Without a region, a layer runs op by op, and autograd keeps whatever each op asks for. A region's
+body is fused, attention is a call inside it, and the plan chooses what is kept for its backward
 (``recompute``). Random numbers, writes and data-dependent sizes stay outside and split the layer.
 
-NOTE [Why attention stands inside]: its output and log-sum-exp are values of the body then, which
-the cut keeps or runs again on purpose; outside, whatever ran the layer again ran attention again.
-What it costs: a kernel is chosen where the body is built (``compile.bodies.attention``).
+NOTE [Why attention stands inside]: its output and log-sum-exp are values of the body, so the cut
+says whether they are kept or computed again. Outside of regions, every recomputation of the layer
+would run attention again. The price: attention's kernel is chosen when the body is built
+(``compile.bodies.attention``).
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class OutlineLayers(Pass[LayerSite]):
 
 # ---------------------------------------------------------------------------- what there is
 def _layers(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Layer]]:
-    """The layers of the graph; each call of a body is one, of a layer or a checkpointed one."""
+    """The layers of the graph; each call of a body (a layer's or a checkpointed one) is one."""
     known: dict[fx.GraphModule, Layer] = {}
     for body, path in _called(gm, None):
         if body not in known:
@@ -165,7 +166,7 @@ def _layers(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Layer]]:
 
 
 def _called(owner: fx.GraphModule, path: str | None) -> Iterator[tuple[fx.GraphModule, str]]:
-    """The bodies that a graph calls, as often as it does, with the path of the layer they are."""
+    """The body of each call in a graph, and the path of the layer that it is."""
     for call in owner.graph.nodes:
         if (body := body_of(owner, call)) is not None:
             own = path or (module_path(call) if is_call(call, CALL_LAYER) else None)

@@ -1,13 +1,13 @@
-"""Make the norm behind the layers a region, as the norms inside of them are parts of theirs.
+"""Make the norm behind the last layer a region, as the norms inside layers are in their regions.
 
     %y = fxrl.region([%x, ...])              the last layer
     %s = mean(square(float(%y)))
     %h = float(%y) * rsqrt(%s + eps) * %w    becomes    %h = fxrl.region([%y, %w])
     %l = fxrl.linear_logprob(%h, %head, ...)
 
-Op by op it makes several values of float32 as large as the hidden states and keeps some: at 131,072
-tokens of 4,096 each is 2 GiB, and its backward holds four at its height, when all that the layers
-keep is there, too.
+Op by op it makes several float32 values as large as the hidden states and keeps some of them. At
+131,072 tokens of 4,096 features each is 2 GiB, and its backward holds four of them at once, while
+everything that the layers keep is still alive.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NormSite(Site):
 
 @dataclass(frozen=True)
 class OutlineNorms(Pass[NormSite]):
-    """Makes each group of elementwise ops behind a layer a region."""
+    """Make each group of elementwise ops behind a layer a region."""
 
     name: ClassVar[str] = "outline-norms"
     requires: ClassVar[tuple[str, ...]] = ("outline-layers",)
@@ -69,7 +69,7 @@ class OutlineNorms(Pass[NormSite]):
         for hidden in _returned_by_layers(gm):
             nodes = [node for node in _behind(hidden) if node not in taken]
             if len(found := _stretch(gm.graph, nodes)) < 2:
-                continue  # one op keeps and makes nothing that a body would not
+                continue  # fusing a single op saves nothing
             taken |= set(found)
             yield NormSite(nodes[0], predict_saved(found), found)
 
@@ -101,8 +101,8 @@ def _behind(hidden: fx.Node) -> list[fx.Node]:
 
 
 def _stretch(graph: fx.Graph, nodes: list[fx.Node]) -> tuple[fx.Node, ...]:
-    """These and what lies between them, up to the first op that cannot stand in a region: a
-    residual stream goes on around the next layer."""
+    """These values and what lies between them, up to the first op that cannot be in a region. (A
+    residual stream goes on past the next layer.)"""
     while len(nodes) > 1:
         try:
             return find_outline(graph, nodes).nodes

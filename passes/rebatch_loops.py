@@ -1,4 +1,4 @@
-"""Undo loops over the batch: one op on all tokens instead of one per sequence or chunk.
+"""Undo loops over the batch: one op for all tokens instead of one per sequence or chunk.
 
     stack([logsumexp(select(x, 0, 0)), logsumexp(select(x, 0, 1)), ...])
     cat([logsumexp(slice(x, 0, 0, 7)), logsumexp(slice(x, 0, 7, 14)), ...])
@@ -103,14 +103,14 @@ def _is_loop(parts: Any) -> bool:
 
 
 def _sources(node: fx.Node, at: int) -> Iterator[Any]:
-    """The tensors of which a value is computed from that slice."""
+    """The tensors whose slice number ``at`` the value is computed from."""
     for made in ancestors([node]):
         if is_call(made, aten.select.int) and made.args[1:] == (0, at):
             yield made.args[0]
 
 
 def _chunk(node: Any, dim: int) -> int | None:
-    """0 for what is computed from a first chunk along ``dim``, 1 for that of a later one."""
+    """0 if a value is computed from the first chunk along ``dim``, 1 if from a later one."""
     while isinstance(node, fx.Node) and node.args:
         if is_call(node, aten.slice.Tensor) and node.args[1:2] == (dim,):
             return int(bound(node)["start"] not in (0, None))
@@ -121,7 +121,7 @@ def _chunk(node: Any, dim: int) -> int | None:
 
 
 def _written(node: fx.Node, dim: int) -> tuple[fx.Node, ...]:
-    """What writes of one slice after another put into all of a buffer; else nothing."""
+    """What is written slice by slice, in order, if that fills a whole buffer; else nothing."""
     total, writes = shape_of(node)[dim], list[dict[str, Any]]()
     while is_call(node, aten.slice_scatter.default) and bound(node)["step"] == 1:
         writes.insert(0, bound(node))
@@ -246,7 +246,7 @@ def _rank(value: Any) -> int:
 
 
 def _aligned(arguments: Iterable[Any], dim: int) -> bool:
-    """Whether the operands of most dims have as many entries along ``dim``."""
+    """Whether the operands of the highest rank all have the same size along ``dim``."""
     shapes = [shape_of(value) for value in arguments if is_tensor(value)]
     return len({str(s[dim]) for s in shapes if len(s) == max(map(len, shapes))}) <= 1
 

@@ -1,4 +1,4 @@
-"""Rows of logits of which a loss trains a part only, spelled as a choice per row.
+"""Spell logits that a loss trains in some rows only as a choice for each row.
 
     %live  = slice(%z, 0, k, end)
     %still = detach(slice(%z, 0, 0, k))
@@ -6,8 +6,8 @@
 becomes
     %rows  = where(%mask, detach(%z), %z)           mask [b, 1, 1], true in the first k rows
 
-What joins rows of different computations is no loss head: its logits are stored. A choice between a
-value and its own detached twin is computed row by row, in tiles.
+Rows joined from different computations are no loss head, so the logits would be stored. A choice
+between a value and its own detached twin can be computed row by row, in tiles.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SelectDetachedRows(Normalisation[DetachedRows]):
 
 
 def _part(item: fx.Node, dim: int) -> tuple[fx.Node, Any, Any, bool]:
-    """What a part is sliced from in ``dim``, from where to where, and whether it is detached."""
+    """The value that a part is a slice of in ``dim``, its bounds, and whether it is detached."""
     start, end, detached = 0, _END, False
     while is_call(item, aten.detach.default) or is_whole_slice(item) or _slices(item, dim):
         detached |= is_call(item, aten.detach.default)
@@ -128,7 +128,7 @@ def _are_consecutive(node: fx.Node, dim: int, parts: list[Any]) -> bool:
 
 
 def _is_wide(value: fx.Node) -> bool:
-    """Whether it is computed, row by row, from a product that widens its rows."""
+    """Whether it is computed row by row from a product that widens its rows, as a head does."""
     shaped = *RESHAPES, *COPIES, aten.slice.Tensor
 
     def row_by_row(node: fx.Node) -> list[fx.Node]:

@@ -12,14 +12,15 @@ becomes
     %l = ...(fxrl.gather_tokens(...(%s, ...)))        log-probabilities [B, T - 1], and the loss
 and %w is marked: its gradient is summed over the ranks.
 
-Every rank is given the same whole batch, and returns the same whole loss and gradients. Ops and
-their gradients: ``fxrl.ops.context_parallel``; what may be shared: ``fxrl.analysis.token_shares``.
+Every rank gets the same whole batch and returns the same whole loss and gradients. For the ops and
+their gradients see ``fxrl.ops.context_parallel``; for what may be split among ranks,
+``fxrl.analysis.token_shares``.
 
-NOTE [Why the loss is whole on every rank]: from where a value that mixes tokens is a few numbers
-for each token, it is gathered, and the rest runs on every rank alike. So sums, means, ratios over
-sequences and metrics are those of one process for any loss, to the bit and with the gradients of
-its own code; there is no reduction to rewrite, and none to get wrong. It costs some [B, T] vectors
-a step, beside [B, T, H] for each layer.
+NOTE [Why the loss is whole on every rank]: once there are only a few numbers for each token, an op
+that mixes tokens reads them gathered, and the rest runs on every rank alike. So sums, means, ratios
+over sequences and metrics equal those of one process for any loss, to the bit, and so do the
+gradients, by the loss's own code; no reduction has to be rewritten. It costs some [B, T] vectors a
+step, beside [B, T, H] for each layer.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class _Sharing:
         self._moved: dict[fx.Node, fx.Node] = {}  # what attention handed back: its call
 
     def _learn(self, found: SharedGraph) -> None:
-        """What becomes of which graph."""
+        """What each graph was rewritten to."""
         if found.module.graph in self._graphs:
             return
         self._graphs[found.module.graph] = found
@@ -176,7 +177,7 @@ class _Sharing:
             self._builders[node.graph].update(node)
 
     def _operand(self, here: SharedGraph, step: Step, was: fx.Node, arg: fx.Node) -> fx.Node:
-        """What a step reads in the place of ``arg``, which is in the place of ``was``."""
+        """What a step reads instead of ``arg``, which has replaced ``was``."""
         if (share := step.needs.get(was)) is not None:
             return self._part(arg, share)
         if (share := step.gathers.get(was)) is not None:
@@ -260,8 +261,8 @@ class _Sharing:
     def _part(self, node: fx.Node, share: Share) -> fx.Node:
         """A rank's part of a whole value.
 
-        Taken as early as a chain of ops that follow the one of the other allows: what positions
-        are turned into for RoPE is computed for a rank's tokens alone, once for all layers.
+        Taken as early as the chain of ops that made the value allows: RoPE's values are computed
+        from a rank's positions only, once for all layers.
         """
         where = (share.total, share.start, share.length, share.outer, share.inner)
         key = ("part", node, share.dim, *map(str, where))
@@ -299,10 +300,10 @@ class _Sharing:
     def _summed(self, node: fx.Node) -> fx.Node:
         """A whole value that every token reads: its gradient is summed over the ranks.
 
-        A weight stays what it is and is marked: whoever runs the graph hands all that are marked
-        through ``sum_gradients`` (``compile.outer``). One that is read as a whole, too (a penalty
-        on its size), goes through the op here, for its other readers alone; and what is computed
-        from weights is computed anew from these.
+        A weight stays as it is and is marked: whoever runs the graph passes all marked weights
+        through ``sum_gradients`` (``compile.outer``). If a weight is also read as a whole (a penalty
+        on its size), its other readers get the op here, and what they read that is computed from
+        weights is computed again from the op's results.
         """
         key = ("summed", node)
         if key not in self._known:
@@ -335,7 +336,7 @@ class _Sharing:
             return build.call(operator.getitem, sums, 0)
 
     def _is_closed(self, node: fx.Node) -> bool:
-        """Whether a value is made of weights, without any shared value."""
+        """Whether a value is computed from weights alone."""
         if node.op == "placeholder":
             return True
         if not isinstance(node.target, OpOverload) or node in self._graphs[node.graph].steps:
@@ -388,7 +389,7 @@ class _Sharing:
 
 
 def _one_source(node: fx.Node, dim: int) -> tuple[fx.Node | None, int]:
-    """The only operand of an op whose result follows it entry by entry, and the dim there."""
+    """The only operand of an op that works entry by entry, and the operand's dim."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not is_tensor(source) or len(node.all_input_nodes) != 1:
         return None, dim
@@ -399,7 +400,7 @@ def _one_source(node: fx.Node, dim: int) -> tuple[fx.Node | None, int]:
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """The node behind which a value made from ``node`` may be placed: after all inputs."""
+    """The node behind which a value made from ``node`` may be inserted: never among inputs."""
     return last_input(node.graph) if node.op == "placeholder" else node
 
 

@@ -5,11 +5,11 @@
 becomes
     %y = _grouped_mm(%x, own^T, %offs) + _grouped_mm(s * _grouped_mm(%x, a^T, %offs), b^T, %offs)
 
-PEFT's ``target_parameters`` adapts the experts of a mixture so, and what is written with
-``torch.nn.utils.parametrize`` any weight. The sum is a second weight for each layer, kept for the
-backward, and its gradient is a third one, made by a product as large as the layer's own, although
-only the factors are trained. Algebra says that none of them is needed. In bf16 the sum would also
-round off what an adapter adds to a weight 256 times as large.
+PEFT's ``target_parameters`` adapts the experts of a mixture this way, and
+``torch.nn.utils.parametrize`` can adapt any weight. The sum is a second weight for each layer, kept
+for the backward. Its gradient is a third one, made by a product as large as the layer's own, though
+only the factors are trained. Neither is needed. In bf16 the sum would also round away what an
+adapter adds to a weight 256 times as large.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def _adapted(node: fx.Node) -> tuple[fx.Node, _LowRank] | None:
 
 
 def _is_narrow(total: fx.Node, own: object, delta: _LowRank) -> bool:
-    """Whether both summands have all of the sum's entries, and the factors have fewer; and one is
-    given, as a weight is: activations are added to products, too."""
+    """Whether the factors have fewer entries than the sum, neither summand is broadcast, and
+    ``own`` is an input, as a weight is: products are added to activations, too."""
     if not isinstance(own, fx.Node) or base_of(own).op != "placeholder":
         return False
     if not isinstance(delta.scale, (int, float)):
@@ -226,7 +226,7 @@ def _readers(weight: fx.Node) -> tuple[list[_Product], list[fx.Node]]:
 def _is_pick(node: fx.Node) -> bool:
     """Whether a call takes one matrix of a stack, or some.
 
-    NOTE [Why by a fixed number alone]: where a view by a number read off a tensor begins is a new
+    NOTE [Why by a fixed number alone]: a view by a number that is read off a tensor begins at a new
     symbol each time that it is made.
     """
     if not is_call(node, aten.select.int, aten.index.Tensor):
@@ -283,7 +283,7 @@ def _split(product: _Product, site: AdaptedWeight) -> None:
 
 
 def _times(builder: Builder, product: _Product, rows: fx.Node, matrix: _Matrix) -> fx.Node:
-    """``rows @ matrix`` as the product multiplies, without what it adds."""
+    """``rows @ matrix`` by the product's own op, without its bias."""
     node, weight = product.node, _read(builder, product, matrix)
     if is_call(node, *MATRIX_PRODUCTS):
         return builder.call(aten.mm.default, rows, weight)
@@ -305,7 +305,7 @@ def _read(builder: Builder, product: _Product, matrix: _Matrix) -> fx.Node:
 
 
 def _dense(builder: Builder, weight: fx.Node) -> fx.Node:
-    """A stack whose matrices lie one after the other: PEFT has the experts innermost."""
+    """A stack whose matrices are contiguous one after the other: PEFT has experts innermost."""
     stack, rows, columns = val_of(weight).stride()
     if min(rows, columns) == 1 and equal_sizes(stack, shape_of(weight)[1] * shape_of(weight)[2]):
         return weight

@@ -1,11 +1,11 @@
-"""Stack narrow products of one operand, which is read once for all of them. The algebra is exact.
+"""Stack narrow products that share an operand, which is then read once. The algebra is exact.
 
     %x @ %a, %x @ %b     become the columns of   %x @ [%a, %b]
     %f @ %x, %g @ %x     become the rows of      [%f; %g] @ %x
 
-The first are what adapters of low rank make of a layer's rows (those of queries, keys and values,
-of gate and up projections), the others are their gradients. A product of so few columns takes as
-long as reading its wide operand.
+The first are the down-projections of a layer's adapters (of queries, keys and values, of gate and
+up), the others are their gradients. A product of so few columns takes as long as reading its wide
+operand.
 """
 
 from __future__ import annotations

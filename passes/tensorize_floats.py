@@ -1,4 +1,4 @@
-"""Python floats that vary (a temperature in the batch) as what they are to the graph: tensors.
+"""Replace Python floats that vary (a temperature in the batch) by the tensors they are read from.
 
     %t = _local_scalar_dense(%temperature)     a number: the host waits, rows cannot follow it
     %z = div(%logits, %t)
@@ -55,15 +55,15 @@ _TENSOR_OVERLOADS |= _COMPARED
 
 @dataclass(frozen=True, slots=True)
 class NumberSite(Site):
-    """The numbers that one graph reads off floating-point tensors, all together: their arithmetic
-    may meet."""
+    """All numbers that one graph reads off floating-point tensors; some may be computed from
+    several of them."""
 
     scalars: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class TensorizeFloats(Normalisation[NumberSite]):
-    """Let elementwise ops read a number's tensor instead of the number, where that is the same."""
+    """Let elementwise ops read a number's tensor instead of the number, if results are the same."""
 
     name: ClassVar[str] = "tensorize-floats"
     doc: ClassVar[PassDoc] = PassDoc(

@@ -6,9 +6,9 @@
 becomes, inside the layer's region,
     %y    = fxrl.region([%x, %w_gate, %w_up, %w_down])     one tile of rows at a time
 
-A region inside a region: it owns its backward, which computes a tile's wide values again. What is
-wide is found as a loss head's logits are: rows that need no other row, from the products that widen
-them to those that make them narrow again.
+A region inside a region: its own backward computes a tile's wide values again. The stretch is found
+as a loss head is: rows that depend on no other row, from the products that widen them to those that
+make them narrow again.
 """
 
 from __future__ import annotations
