@@ -1,7 +1,8 @@
-"""The one door to private names of torch for what compiles: what each is for.
+"""All private names of torch that ``fxrl.compile`` uses, and what each is for.
 
-``fxrl.capture._torch`` is the other one, and says of which versions they were seen in. What imports
-Inductor does so when it is called: that takes a second, and a step on a CPU may not need it.
+``fxrl.capture._torch`` is the same for capturing, and says in which versions they were seen.
+Inductor is imported only where a function needs it: that takes a second, and a step on a CPU may
+not need it.
 """
 
 # mypy: disable-error-code="attr-defined, no-untyped-call, union-attr"
@@ -43,8 +44,8 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 
 def donate_nothing() -> None:
-    """What AOTAutograd compiles right now writes into nothing that was saved for its backward, which
-    may therefore run twice. (Its config is read in the backward, too, and so cannot say it.)"""
+    """The backward that AOTAutograd is compiling now writes into nothing that was saved for it, so
+    it may run twice. (The config for this is read in the backward, too, so a patch is no use.)"""
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
@@ -52,7 +53,7 @@ def donate_nothing() -> None:
 
 # ---------------------------------------------------------------------------- sizes that vary
 def known_to_trace(tensor: Tensor) -> bool:
-    """Whether the trace at hand has seen it and knows where each call finds it, or there is none."""
+    """Whether the current trace has seen it and knows where each call finds it; true without one."""
     context = torch._guards.TracingContext.try_get()
     return context is None or tensor in context.tensor_to_context
 
@@ -63,7 +64,7 @@ def symbolic_mode() -> FakeTensorMode:
 
 
 def new_size(mode: FakeTensorMode, name: str, example: int) -> Size:
-    """A symbol of the mode, which is ``example`` while it is traced; of 0 and 1 there are none."""
+    """A new symbol of the mode with ``example`` as its hint, which must not be 0 or 1."""
     if example < 2:
         return example
     source = ConstantSource(f"fxrl_{name}")
@@ -79,7 +80,7 @@ def size_of(mode: FakeTensorMode, expr: Any) -> Size:
 
 
 def values_of(sizes: Mapping[str, Size], given: Mapping[str, int]) -> dict[Any, Any]:
-    """Symbol -> number, of those ``sizes`` that are symbols and have a number given."""
+    """Symbol -> number, for those ``sizes`` that are symbols and for which a number is given."""
     return {
         size.node._expr: sympy.Integer(given[name])
         for name, size in sizes.items()
@@ -88,12 +89,12 @@ def values_of(sizes: Mapping[str, Size], given: Mapping[str, int]) -> dict[Any, 
 
 
 def guards_of(mode: FakeTensorMode) -> Sequence[Any]:
-    """What graphs traced in ``mode`` assume of its sizes."""
+    """The guards on sizes that graphs traced in ``mode`` assume."""
     return mode.shape_env.guards
 
 
 def holds(mode: FakeTensorMode, sizes: Mapping[str, Size], given: Mapping[str, int]) -> bool:
-    """Whether graphs traced in ``mode``, their ``new_size`` being ``sizes``, hold for those given."""
+    """Whether graphs traced in ``mode`` with the symbols ``sizes`` hold for these numbers."""
     known = [(size, given[name]) for name, size in sizes.items() if name in given]
     if any(n != size if isinstance(size, int) else n < 2 for size, n in known):
         return False
@@ -104,7 +105,7 @@ def holds(mode: FakeTensorMode, sizes: Mapping[str, Size], given: Mapping[str, i
 # ---------------------------------------------------------------------------- Inductor
 @contextmanager
 def _given(gm: fx.GraphModule, mode: FakeTensorMode) -> Iterator[list[Any]]:
-    """The inputs of a graph traced in ``mode``, whose shape environment takes what is assumed."""
+    """The inputs of a graph traced in ``mode``; assumptions go into the mode's shape environment."""
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
         yield [node.meta["val"] for node in inputs_of(gm.graph)]
 
@@ -137,8 +138,8 @@ def inductor_lower(
     """The same for a functional graph of Inductor's own ops, which is lowered as it is. Returns at
     once, with what waits for its kernels and gives the compiled graph.
 
-    AOTAutograd would trace it again, to find what it was traced to be. That took a third of the CPU
-    time in which the halves of a decoder layer with LoRA were compiled (5.6 s, 3.7 s).
+    AOTAutograd would trace it again and get the same graph: a third of the CPU time for compiling
+    the halves of a decoder layer with LoRA (5.6 s with it, 3.7 s without).
     """
     from torch._inductor import compile_fx, config
     from torch._inductor.virtualized import V
@@ -173,8 +174,8 @@ class _KernelsToCome:
     """The kernels of one lowered graph, which other processes compile.
 
     NOTE [Why not wait at once]: the module that Inductor writes waits for its kernels where it is
-    loaded, before the next graph is lowered, and this process has nothing to do meanwhile. What the
-    cache keeps of a graph holds its kernels, so that is written when they are there, too.
+    loaded, before the next graph is lowered, and this process would sit idle meanwhile. A cache
+    entry holds the kernels, so it is written when they are there, too.
     """
 
     def __init__(self) -> None:
@@ -232,8 +233,8 @@ class _KernelsToCome:
 
 
 def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> AbstractContextManager[None]:
-    """Inductor takes the fake values that a graph was traced with, and does not run it for them
-    again: a twentieth of a cold first step."""
+    """Inductor takes the fake values that a graph was traced with instead of computing them again,
+    which takes a twentieth of a cold first step."""
     from torch._inductor import compile_fx
 
     run: Any = compile_fx.fake_tensor_prop
@@ -249,11 +250,11 @@ def _as_traced(gm: fx.GraphModule, mode: FakeTensorMode) -> AbstractContextManag
 
 @contextmanager
 def _grouped_matrices_as_traced() -> Iterator[None]:
-    """Grouped products get their matrices laid out as they were traced with.
+    """Grouped products get their matrices in the memory layout that they were traced with.
 
-    NOTE [Why Inductor must be told]: it lays out what it computes as it likes, and asks of this
-    op's operands that they be dense, in whatever order. The op refuses a matrix that has neither
-    its rows nor its columns side by side, which a copy has if that is how its source was.
+    NOTE [Why Inductor must be told]: it chooses layouts freely, and asks only that this op's
+    operands be dense. The op refuses a matrix with neither contiguous rows nor contiguous columns,
+    and a copy of such a matrix is one, too.
     """
     from torch._inductor import lowering
 
@@ -312,7 +313,7 @@ def inductor_cache_folder() -> Path | None:
 
 
 def inductor_settings() -> bytes:
-    """A hash of all that Inductor can be told."""
+    """A hash of all of Inductor's settings."""
     from torch._inductor import config
 
     return config.get_hash()
@@ -328,12 +329,12 @@ def inductor_kinds() -> dict[str, Any]:
 def start_inductor_workers() -> None:
     """Start the processes in which Triton kernels are compiled, and do not wait for them.
 
-    NOTE [Why early]: ``torch.compile(backend="inductor")`` does the same; a compile call of its own
-    does not. Until they are up, kernels are compiled in this process, one after the other.
+    NOTE [Why early]: ``torch.compile(backend="inductor")`` starts them early, too, but a direct
+    compile call does not. Until they are up, kernels are compiled in this process, one by one.
 
-    NOTE [Why a thread]: what it asks for is found once in a process and takes no turn of the
-    interpreter: a checksum of Triton's library, by which caches know what they hold (0.4 s), and a
-    C compiler's run where no cache has Triton's own module (0.4 s).
+    NOTE [Why a thread]: two things are needed once in a process and run without the GIL: a checksum
+    of Triton's library for cache keys (0.4 s), and the C compiler if no cache has Triton's own
+    module (0.4 s).
     """
     from torch._inductor.async_compile import maybe_warm_pool
     from torch._inductor.runtime.triton_compat import HAS_TRITON
@@ -352,7 +353,7 @@ def _ask_triton() -> None:
 
 
 def inductor_source(value: object) -> str | None:
-    """The code that Inductor wrote, where ``value`` is what holds it."""
+    """The code that Inductor wrote, if ``value`` is the object that holds it."""
     from torch._inductor.output_code import CompiledFxGraph
 
     return value.source_code if isinstance(value, CompiledFxGraph) else None

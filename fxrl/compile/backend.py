@@ -1,7 +1,7 @@
 """The torch.compile backend: lower, run the passes, build the regions, run what is left.
 
-One call per captured graph; the graph goes one way. What happened is kept in a ``Capture`` for
-report, dump and verify.
+It is called once for each captured graph. What happened is kept in a ``Capture`` for report, dump
+and verify.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Backend:
     accumulated: bool = False  # predict a micro-batch that is not the first of its update
     target: Target | None = None  # what to plan for; None for the GPU that the model is on
     limits: Limits | None = None  # to plan from; None for those of ``target``, and of the moment
-    # What is captured is one of many calls, each of a part of the step.
+    # The captured graph is called many times, each time for a part of the step.
     alone: bool = field(default=False, init=False)
     model: torch.nn.Module | None = field(default=None, init=False)  # whose sites are named
     held: Mapping[str, str] = field(default_factory=dict, init=False)  # see ``names_held``
@@ -213,9 +213,9 @@ class Backend:
     def _planner(
         self, capture: Capture, inputs: Sequence[Any]
     ) -> Callable[[fx.GraphModule, Plan], Plan] | None:
-        """A function that makes the plan; None if memory is unbounded and no prediction is wanted,
-        or what else the step keeps is not known here: layers do as the user's checkpointing says
-        then."""
+        """A function that makes the plan; None if memory is unbounded and no prediction is asked
+        for, or if it is unknown here what else the step keeps. Layers then follow the user's
+        checkpointing."""
         if self.alone:
             if self.config.gpu_memory is not None:
                 why = "gpu_memory is not planned for: the step's layers are not in one graph"
@@ -328,7 +328,7 @@ class Backend:
     def _or_op_by_op(
         self, capture: Capture, built: CompiledRegion, step: Callable[[CompiledRegion], None]
     ) -> CompiledRegion:
-        """A region after a step of its compilation; its graph op by op where that fails."""
+        """A region after a step of its compilation, or its graph op by op if that fails."""
         try:
             step(built)
         except Exception as error:
@@ -356,14 +356,15 @@ class Backend:
 
 @contextmanager
 def _as_lowered() -> Iterator[None]:
-    """Passes compute values as the trace did: a graph already holds its casts, and composite ops
-    over symbols are taken apart by Python. C++ would fix attention's sizes on ``meta`` (2.11)."""
+    """Passes compute fake values as the trace did: without autocast, for the graph already holds
+    its casts, and with composite ops over symbols decomposed in Python, since C++ would specialise
+    attention's sizes on ``meta`` (2.11)."""
     with without_autocast(), enable_python_dispatcher():
         yield
 
 
 def _hands_on_sizes(capture: Capture) -> bool:
-    """Whether no loss head was rewritten, and a value that is returned is as long as data says."""
+    """Whether no loss head was rewritten, and a returned value has a data-dependent size."""
     if capture.lowered is None or capture.report.of_kind(RemarkKind.APPLIED):
         return False
     returned = map(tensor_val, capture.lowered.graph.output_node().all_input_nodes)
@@ -371,7 +372,7 @@ def _hands_on_sizes(capture: Capture) -> bool:
 
 
 def _overflows(capture: Capture, plan: Plan) -> bool:
-    """Whether a plan is above a budget that nobody gave, and has no layers to choose for."""
+    """Whether a plan exceeds the budget, and there are no layers for which to choose otherwise."""
     if capture.planner is None or any(outlined_layers(capture.found)):
         return False
     return bool((plan.peak_gpu_bytes or 0) > capture.planner.budget.gpu_bytes)

@@ -1,24 +1,23 @@
-"""A capture that runs by plans: by one that fits the batch, and by a tighter one where none did.
+"""Run a capture by a plan that fits the batch, or by a tighter one if memory ran out.
 
     sizes seen before       the plan that they had
     shorter, or it fits     the first plan that was made and fits: the fastest
     longer                  planned anew
-    near what the GPU has   and of sizes for which PyTorch has cached nothing: what it cached for
-                            others is given back first
-    gradients are there     of another micro-batch: likewise, as for a longer batch
-    memory runs out         in the forward: planned tighter, and run again from its begin
+    another micro-batch     planned anew, too: there are gradients of an earlier one
+    new sizes, little room  as above, after what PyTorch has cached for other sizes is given back
+    memory runs out         in the forward: planned tighter, and run again from its beginning
                             in the backward: what waits is moved (``ops.out_of_memory``), and the
                             next step is planned tighter
     no host memory          planned without it, and run again
 
-NOTE [Why plans are kept]: the first batch may be a short one. A plan for a longer one keeps less,
-and the short ones that come again need not pay for it.
+NOTE [Why plans are kept]: a plan for a long batch keeps less for the backward and is slower. Short
+batches that come again need not pay for it.
 
-NOTE [Why memory is given back between batches]: PyTorch's allocator serves a tensor from the rest
-of a block that was cached for a longer one, and a block in use, however little of it, stays. So
-what was cached for other lengths ends as pieces: 1.6 of 8 GiB where lengths were drawn from 1024 to
-12288. PyTorch gives back whole blocks when memory runs out, amid a step, when few are whole; before
-a step nearly all are.
+NOTE [Why memory is given back between batches]: PyTorch's allocator serves small tensors from
+blocks that were cached for larger ones, and keeps a block of which any part is in use. So batches
+of other lengths leave fragments: 1.6 of 8 GiB with lengths drawn from 1024 to 12288. PyTorch itself
+gives blocks back only when memory runs out, in the midst of a step, when few blocks are unused;
+before a step nearly all are.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ from fxrl.planner.budget import FRAGMENTS, gpu_room, host_room
 Run = Callable[..., Any]
 #: Compiles a capture anew, as its planner says for a batch; the words say why.
 Replan = Callable[[Capture, Sequence[Any], Batch, str], Run]
-#: Of a step's peak, what blocks that were cached for other sizes may hold beside it in pieces: 0.26
-#: were seen where memory ran out (see the note above).
+#: The share of a step's peak that fragments of blocks for other sizes may hold besides: 0.26 was
+#: seen when memory ran out (see the note above).
 _PIECES = 1 / 3
-#: What ran on a device since its memory was given back: what is cached was allocated for that.
+#: What ran on a device since its memory was given back, and so has blocks in the cache.
 _CACHED_FOR: dict[torch.device, set[Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A plan as it is foretold for some batch, what runs by it, and the layer of each op that
-    autograd remembers, in order."""
+    """A plan as predicted for some batch, what runs by it, and the layer of each op that autograd
+    records, in order."""
 
     plan: Plan
     run: Run
@@ -69,8 +68,8 @@ class _Planned:
 class ByPlan:
     """Runs a capture by a plan that fits the batch.
 
-    Unless it is ``alone``, other ranks wait for what a run sends: then nothing may run again here,
-    and running out of memory is an error.
+    If it is not ``alone``, other ranks wait for what a run sends: then nothing may run again, and
+    running out of memory is an error.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class ByPlan:
             raise torch.OutOfMemoryError(_autopsy("forward", planned, shortage)) from None
 
     def _make_way(self, planned: _Planned, batch: Batch) -> None:
-        """Give back what was cached for other sizes, where pieces of it might leave too little."""
+        """Give back memory cached for other sizes, if its fragments might leave too little."""
         ran, this = _CACHED_FOR.setdefault(self._device, set()), (id(planned.run), batch.sizes)
         if this not in ran and (cached := cached_bytes(self._device)):
             peak = planned.plan.peak_gpu_bytes or 0
@@ -168,7 +167,7 @@ class ByPlan:
         return planned
 
     def _ran_out(self, planned: _Planned, shortage: Shortage) -> str:
-        """Remember it for the next step, and say it."""
+        """Remember for the next step that memory ran out, and report it."""
         self._short = planned
         moved = format_bytes(shortage.moved_bytes)
         told = _autopsy("backward", planned, shortage)
@@ -178,7 +177,7 @@ class ByPlan:
         return f"{told}, and copies of {format_bytes(shortage.let_go_bytes)} let go"
 
     def _tighten(self, failed: _Planned, host_bytes: int | None = None) -> None:
-        """From now on plan for less than what a plan that failed was predicted to need."""
+        """From now on plan for less memory than was predicted for the plan that failed."""
         planner, self._short = self._capture.planner, None
         if host_bytes is None:
             heights = [moment.bytes for moment in failed.plan.timeline]
@@ -190,7 +189,7 @@ class ByPlan:
         self._forget()
 
     def _forget(self) -> None:
-        """The plans were made for another budget, or without layers to choose for."""
+        """Drop all plans: they were made for another budget, or without layers to choose for."""
         self._budget = self._capture.planner.budget
         self._plans.clear()
         self._known.clear()
@@ -233,7 +232,7 @@ def _autopsy(phase: str, planned: _Planned, shortage: Shortage) -> str:
 
 
 def _forward_of(op: int, layers: Sequence[int | None]) -> int:
-    """In the how manieth forward of its layer an op stands."""
+    """The number of the forward of its layer that an op is in."""
     ran = [layer for layer, _ in groupby(layers[: op + 1])]
     return ran.count(ran[-1]) if ran else 0
 

@@ -1,4 +1,4 @@
-"""The graph as the user wrote it takes over where the rewritten one fails at its first call."""
+"""Run the graph as the user wrote it if the rewritten one fails at its first call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Run = Callable[..., Any]
 
 
 class Guarded:
-    """Runs a rewritten graph; where its first call fails, the user's own takes over for good.
+    """Runs a rewritten graph; if its first call fails, the user's own replaces it for good.
 
-    NOTE [Why the first call]: what can go wrong in an op is known after one run; later a failure is
-    the batch's, and is the user's to see.
+    NOTE [Why the first call]: if an op cannot run as rewritten, one run shows it. A later failure
+    is due to the batch, and the user should see it.
     """
 
     def __init__(
@@ -71,35 +71,35 @@ class Guarded:
                 raise CannotBeginAnewError from error
             why = first_line(error)
             self._run = as_written(self._gm)
-            result = self._run(*args)  # an error of the user's own code is raised here, as it is
+            result = self._run(*args)  # if the user's own code fails, this raises its error
             self._fall_back(f"the rewritten graph fails where the user's runs: {why}")
         self._tried = True
         return result
 
     def _check(self, *args: Any) -> None:
-        """Raises ``CheckFailedError`` where the program's order has one first: in the rewritten
-        graph what a check stands before may run ahead of it, and index where nothing is; and what
-        is said of sizes is asserted as soon as these are known."""
+        """Raises ``CheckFailedError`` if the user's program would have failed a check first. In the
+        rewritten graph, ops may run before a check that guarded them (and index out of bounds), and
+        sizes are asserted as soon as they are known."""
         as_written(self._gm)
         try:
             with torch.no_grad(), undone(args):
                 _Unasserted(self._gm).run(*args)
         except CheckFailedError:
             raise
-        except Exception:  # what failed is no matter of a check
+        except Exception:  # it did not fail because of a check
             return
 
 
 def _put_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """What was written ahead of where a call ended, which begins anew."""
+    """Undo what a call wrote before it failed, since it is run again."""
     with torch.no_grad():
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 
 
 def _shared(args: Sequence[Any], written: Collection[int]) -> bool:
-    """Whether another argument, which a functional graph takes for one of its own, lies in memory
-    that is written into."""
+    """Whether an argument shares memory with one that is written into; a functional graph assumes
+    that none does."""
     tensors = [(at, arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
     places = {at: _place(arg) for at, arg in tensors if arg.layout == torch.strided}
     return any(

@@ -1,10 +1,10 @@
-"""A call of each fused loss head, made while its step is planned and compiled.
+"""Call each fused loss head once while its step is planned and compiled, to have its kernels ready.
 
 NOTE [Why a call, and in a thread]: a head's kernels are compiled and loaded when it is first
-called, about three seconds of a first step on an H200 in which nothing else happens; most of it is
-NVRTC's, LLVM's and ptxas's, which take no turn of the interpreter. A call for the same head,
-outputs and gradients makes the kernels that the step's own will ask for; none of them knows how
-many rows there are, so these are few, and zeros.
+called: about three seconds of a first step on an H200 in which nothing else happens, mostly in
+NVRTC, LLVM and ptxas, which run without the GIL. A call for the same head, outputs and gradients
+makes the kernels that the step will use. They do not depend on the number of rows, so a few rows of
+zeros are enough.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fxrl.ops.linear_logprob import LossHead
 from fxrl.ops.linear_logprob.arguments import ForwardArguments
 from fxrl.ops.linear_logprob.op import asked_of_forward
 
-#: The fewest that every route of the op takes.
+#: The smallest number of rows with which every route of the op can be taken.
 _ROWS = 64
 
 
 def begin_heads(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[[], None]:
-    """Call the graph's fused heads that are on a GPU; what is returned waits until that is done.
+    """Begin to call the graph's fused heads that are on a GPU; returns a function that waits.
 
     ``examples`` are the graph's inputs, as they are.
     """
@@ -40,7 +40,7 @@ def begin_heads(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[[], Non
 
 
 def _is_on_gpu(weight: Tensor) -> bool:
-    """Whether all of it lies there now: who gathers weights from shards lets go of the memory."""
+    """Whether a tensor is on a GPU and has memory; gathered shards are freed between uses."""
     plain = type(weight) in (Tensor, nn.Parameter)
     return plain and weight.is_cuda and weight.untyped_storage().nbytes() >= weight.nbytes
 
@@ -49,13 +49,13 @@ def _run(asked: Sequence[ForwardArguments]) -> None:
     from fxrl.kernels.linear_logprob.cuda import run_both
 
     for one in asked:
-        with suppress(Exception):  # the step's own call meets it again, and says it to the user
+        with suppress(Exception):  # the step's own call raises it again, where the user sees it
             run_both(one)
 
 
 def heads_of(gm: fx.GraphModule, examples: Sequence[Any]) -> list[ForwardArguments]:
-    """What the fused heads of a graph will be asked for, each with a few rows of zeros. Heads whose
-    weight the graph computes are left out: there is none yet."""
+    """Arguments for a call of each fused head of a graph, with a few rows of zeros. Heads whose
+    weight the graph computes are left out, for it does not exist yet."""
     given = dict(zip(inputs_of(gm.graph), examples, strict=False))
     op = torch.ops.fxrl.linear_logprob.default
     calls = gm.graph.find_nodes(op="call_function", target=op)
@@ -73,7 +73,7 @@ def _asked(call: fx.Node, given: Mapping[fx.Node, Any]) -> ForwardArguments:
 
 
 def _stand_in(name: str, value: fx.Node, given: Mapping[fx.Node, Any]) -> Tensor:
-    """The weight itself; of the others something that looks like it, with a few rows."""
+    """The weight itself; for other arguments a tensor like it, with a few rows of zeros."""
     if name == "weight":
         weight: Tensor = given[value]
         return weight

@@ -1,10 +1,10 @@
 """How the outer graph runs: what is left of the user's code once the regions are cut out.
 
-NOTE [Why the outer graph runs under eager autograd]: it is ATen op by op either way, and eager
-autograd saves for the backward what AOTAutograd's default partition saves. Tracing the joint graph
-and partitioning it cost as much again as the whole capture (8 layers with LoRA, 2 CPU cores: 26 s
-of 72 s) and grow with depth. So the lowered forward is called as it is. AOTAutograd traces it only
-for ``dump``, and compiles it where a higher-order op needs that.
+NOTE [Why the outer graph runs under eager autograd]: it runs op by op either way, and eager
+autograd saves what AOTAutograd's default partition saves. Tracing and partitioning the joint graph
+would take long (8 layers with LoRA, 2 CPU cores: 26 s of a capture's 72 s), and longer for deeper
+models. So the lowered forward is called as it is. AOTAutograd traces it for ``dump`` only, and
+compiles it if a higher-order op needs that.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from fxrl.ir.graph import (
 from fxrl.ir.region import region_calls
 
 aten = torch.ops.aten
-#: Where a checkpointed body that writes says into which inputs, and whether a run for the backward
-#: ends once that has all it needs.
+#: The key of ``meta`` under which a checkpointed body says into which inputs it writes, and whether
+#: a run for the backward stops once it has all that is needed.
 _WRITES = "writes"
 
 
 def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """A callable for a rewritten graph: eager autograd, or AOT where an op asks for it."""
+    """A callable for a rewritten graph: eager autograd, or AOTAutograd if an op needs it."""
     attach_flex()
     _return_copies(gm.graph)
     for module in modules_of(gm):
@@ -70,8 +70,8 @@ def run_outer(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
 
 
 def _return_copies(graph: fx.Graph) -> None:
-    """Let who gets a loss head's results write into them, as into those of a gather, of which
-    autograd keeps nothing; of a head it keeps them."""
+    """Return copies of a loss head's results, so that the caller may write into them: autograd
+    keeps a head's results, but not those of the gather that the user wrote."""
     returned = map(base_of, graph.output_node().all_input_nodes)
     for value in dict.fromkeys(returned):
         if is_loss_head(maker_of(value)) and needs_grad(value):
@@ -82,10 +82,11 @@ def _return_copies(graph: fx.Graph) -> None:
 
 
 def _keep_what_is_saved(graph: fx.Graph) -> None:
-    """Let what reads a value ahead of a write, and keeps it for the backward, read a copy.
+    """Let ops that keep a value for the backward, before it is written into, read a copy.
 
-    Autograd would refuse the backward. In eager mode a batch norm updates its statistics unseen,
-    and what adds a buffer keeps none of it; a layer that runs again keeps all of its inputs.
+    Otherwise autograd would refuse the backward. It does not in eager mode, where a batch norm
+    updates its statistics unseen and an addition keeps no operand; but a layer that is recomputed
+    keeps all of its inputs.
     """
     begins: dict[fx.Node, fx.Node] = {}
     for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
@@ -102,7 +103,7 @@ def _keep_what_is_saved(graph: fx.Graph) -> None:
 
 
 def _keeps(reader: fx.Node, value: fx.Node) -> bool:
-    """Whether ``value``, or what is read of it through a view, waits for the backward."""
+    """Whether ``value``, or a view of it, is kept for the backward."""
     if is_view(reader):
         return any(_keeps(user, reader) for user in reader.users)
     if isinstance(reader.target, HigherOrderOperator):
@@ -111,23 +112,23 @@ def _keeps(reader: fx.Node, value: fx.Node) -> bool:
 
 
 def calls_higher_order(gm: fx.GraphModule) -> bool:
-    """Whether an op of the graph has a graph for a body; fxrl's own calls of layers apart."""
+    """Whether an op of the graph other than fxrl's own layer calls has a graph as its body."""
     own = (node.target for node in gm.graph.nodes if node.target is not CALL_LAYER)
     return any(isinstance(target, HigherOrderOperator) for target in own)
 
 
 def _writes_again(gm: fx.GraphModule) -> bool:
-    """Whether a backward writes, as it runs a checkpointed body again: of such a run AOTAutograd
-    traces the values alone. Higher-order ops run under eager autograd, too; some trace their
-    gradient at each call."""
+    """Whether a backward writes because it runs a checkpointed body again. AOTAutograd would trace
+    only the values of such a run; eager autograd runs higher-order ops, too, though some trace
+    their gradient at each call."""
     return any(_WRITES in one.meta for one in gm.modules() if isinstance(one, fx.GraphModule))
 
 
 def _with_sums(gm: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Sum the gradients of inputs that are marked over the ranks which share the sequences.
+    """Sum the gradients of marked inputs over the ranks that share sequences.
 
-    NOTE [Why not in the graph]: weights are known by being inputs of it. One op is given all of
-    them, so its backward runs when all their gradients are there: one bucket, in ``backward()``
+    NOTE [Why not in the graph]: passes know weights by being inputs of the graph. One op takes all
+    of them, so its backward runs when all their gradients are there: one bucket, in ``backward()``
     itself, for every backward of an accumulation and for ``torch.autograd.grad``.
     """
     inputs = enumerate(inputs_of(gm.graph))
@@ -155,7 +156,7 @@ def _without_autocast(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def restore_checkpoints(gm: fx.GraphModule) -> None:
-    """Dynamo's checkpoint calls as ``torch.utils.checkpoint`` again, without reentrance."""
+    """Turn Dynamo's checkpoint calls into non-reentrant ``torch.utils.checkpoint`` calls again."""
     for module in modules_of(gm):
         for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
             body = body_of(module, node)
@@ -168,8 +169,8 @@ def restore_checkpoints(gm: fx.GraphModule) -> None:
 
 
 def _write_early(graph: fx.Graph) -> None:
-    """Let a body write where the user's function does, not at its end: run again, it ends once all
-    that the backward needs is there."""
+    """Let a body write where the user's function does, not at its end: when it is run again, it is
+    stopped as soon as all that the backward needs is there."""
     inputs = inputs_of(graph)
     for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
         into, value = map(as_node, write.args[:2])
@@ -186,8 +187,8 @@ def _readers(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
-    """One checkpointed call. The user's options are kept; reentrant autograd is not: it needs
-    inputs that require grad, gives the same numbers, and hides the body from autograd."""
+    """One checkpointed call, with the user's options except ``use_reentrant``: reentrant autograd
+    gives the same numbers, but needs inputs that require grad and hides the body from autograd."""
     kept: dict[str, Any] = {"preserve_rng_state": bool(options.get("preserve_rng_state", True))}
     if (what_to_save := what_it_saves(body)) is not None:
         kept["context_fn"] = what_to_save
@@ -212,8 +213,8 @@ def compile_by_aot(
 
     No half writes into what was saved: a backward may run again (``retain_graph``).
 
-    NOTE [Why not every example]: of a tensor of an equal layer, which was not traced, AOTAutograd
-    would make one whose sizes are symbols, and Dynamo cannot guard what it has no way to.
+    NOTE [Why not every example]: AOTAutograd would give symbolic sizes to the tensors of equal
+    layers, which were not traced, and Dynamo knows no source from which to guard them.
     """
     given = [
         x
@@ -270,8 +271,8 @@ def _partition(
 
 
 def _leave_checks(backward: fx.GraphModule, made: Container[str]) -> None:
-    """Take out of a backward what nobody reads and the forward has done: a check, which is taken
-    for both, and with it the random numbers that it is about, which would be drawn anew."""
+    """Remove from a backward what only the forward should do: checks, which a partition puts into
+    both, and the random numbers that they are about, which would be drawn again."""
     for node in reversed(backward.graph.nodes):
         if node.op == "call_function" and not node.users and node.name in made:
             backward.graph.erase_node(node)
@@ -279,7 +280,7 @@ def _leave_checks(backward: fx.GraphModule, made: Container[str]) -> None:
 
 
 def aot_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
-    """What AOTAutograd makes of a rewritten graph, for people to read; nothing runs."""
+    """The graphs that AOTAutograd makes of a rewritten graph, for people to read; nothing runs."""
     pairs = [(node.meta["val"], needs_grad(node)) for node in inputs_of(gm.graph)]
     inputs = [x.detach().requires_grad_(mark) if isinstance(x, Tensor) else x for x, mark in pairs]
     graphs: dict[str, fx.GraphModule] = {}

@@ -1,5 +1,5 @@
-"""What a step takes outside of its layers: weights, embeddings, the last norm, head and loss; and
-what a loss computes between two forwards."""
+"""Memory and time of a step outside of its layers: weights, embeddings, last norm, head and loss,
+and what a loss computes between two forwards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from fxrl.planner.target import Target
 _ADAM_STATES = 2
 #: What cuBLAS holds for its products.
 _LIBRARIES = 64 * 2**20
-#: What a loss head's tiles take (``kernels.hopper.plan``), and those of a backward that has any.
+#: Bytes that a loss head's tiles take (``kernels.hopper.plan``), and those of a tiled backward.
 _HEAD_SCRATCH = 200 * 2**20
 _HEAD_BACKWARD_SCRATCH = 256 * 2**20
 #: Of the GPUs that have the CUDA route of the loss head; others' tiles are no larger.
@@ -64,17 +64,17 @@ class Between:
 class Outside:
     """The costs of all that is outside of the layers: weights, embeddings, last norm, head, loss.
 
-    ``runs`` are the layers' ops, ``holding`` the weights that have a gradient already,
-    ``state_shards`` ranks share out the optimizer's states, and ``keeping`` are the loss heads that
-    keep their exponentials.
+    ``runs`` are the layers' ops, one run for each forward; ``holding`` are the weights that have a
+    gradient already; the optimizer's states are split among ``state_shards`` ranks; ``keeping`` are
+    the loss heads that keep their exponentials.
 
     Attributes:
         ahead, behind: the ops ahead of the first run, and behind the last.
-        between: what is behind each of the others, None where that is nothing.
+        between: what is behind each other run; None if that costs nothing.
         base_bytes: alive during the whole step.
-        held_bytes: of these, gradients that are there when the step begins.
-        table_bytes: of these, those of frozen embeddings, which could lie in host memory.
-        looked_up_seconds: what reading them there would take.
+        held_bytes: of these, gradients that exist when the step begins.
+        table_bytes: of these, frozen embeddings, which could be in host memory.
+        looked_up_seconds: what reading them from there would take.
         head_bytes: the most that is allocated between the last layer's forward and its backward.
         seconds: of all ops.
     """
@@ -138,8 +138,8 @@ class Outside:
         return 2 * max(pieces, default=0)
 
     def _shared(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
-        """Values that stay until the backward and belong to no layer: those that several layers or
-        the ops behind them read, and those that the derivatives of the ops ahead read."""
+        """Values kept until the backward that belong to no layer: those that several layers or the
+        ops behind them read, and those that the derivatives of the ops ahead read."""
         shared = {base_of(value) for node in ahead for value in read_later(node)}
         for run in self._runs:
             read = {base_of(arg) for node in run.nodes for arg in node.all_input_nodes}
@@ -149,8 +149,8 @@ class Outside:
     def _between(
         self, ops: Sequence[fx.Node], later: Sequence[Sequence[fx.Node]]
     ) -> Between | None:
-        """The cost of ops between two forwards; ``later`` are those behind other forwards, which
-        may read what these compute. Their seconds are the head's."""
+        """The memory for ops between two forwards; ``later`` are those behind later forwards, which
+        may read what these compute. Their time is counted in ``seconds``."""
         found = profile(ops, self._measure, self._cost)
         costs = {node: self._cost(node) for node in ops}
         saved = {
@@ -171,7 +171,7 @@ class Outside:
         return Between(ops, option)
 
     def _cost(self, node: fx.Node) -> CallCost | None:
-        """A head's, or that of another region that is no layer; None for ATen ops."""
+        """The cost of a head or of another region that is no layer; None for ATen ops."""
         if is_loss_head(node):
             return self._head_cost(node)
         if (region := region_at(node)) is None:
@@ -179,9 +179,8 @@ class Outside:
         return call_cost(node, self._figures(node, region), self._measure)
 
     def _head_cost(self, node: fx.Node) -> CallCost:
-        """A head whose gradient is made in the forward keeps a vector of the size of the hidden
-        states for each output; another one keeps the states themselves, and its exponentials where
-        it is told to."""
+        """A head that makes its gradient in the forward keeps, for each output, a gradient as large
+        as the hidden states. Another head keeps the hidden states, and its exponentials if told."""
         given, wanted = bound(node), differentiated_outputs(node)
         hidden = given["hidden"]
         piece = 0 if given.get("weight_scale") is None else WIDENED
@@ -200,9 +199,9 @@ class Outside:
         return CallCost((hidden,), 0, _HEAD_SCRATCH + piece, backward)
 
     def _gradient_scratch(self, node: fx.Node) -> int:
-        """Scratch of a trained head's backward: the rows that count, side by side, a tile of the
-        logits' gradient and, if that does not cover all rows, the sums of the weight's gradient
-        over tiles."""
+        """Scratch of a trained head's backward: the rows that count, gathered; a tile of the
+        logits' gradient; and, if there are several tiles, the sum of the weight's gradient over
+        them."""
         given, measure = bound(node), self._measure
         if not needs_grad(given["weight"]):
             return _HEAD_BACKWARD_SCRATCH
@@ -255,7 +254,7 @@ def _around(ops: Sequence[fx.Node], runs: Sequence[Stretch]) -> list[Sequence[fx
 
 
 def _shared_weights(op: fx.Node) -> Iterator[SharedWeight]:
-    """Those that an op reads, or the body of a region's call, whose inputs may have no sizes."""
+    """The sharded weights that an op reads, or that the body of a region's call reads."""
     region, given = region_at(op), {}
     if region is not None:
         inputs: Any = op.args[0]
@@ -266,7 +265,7 @@ def _shared_weights(op: fx.Node) -> Iterator[SharedWeight]:
 
 
 def _is_table(weight: fx.Node, lookup: str = EMBEDDING) -> bool:
-    """Whether a weight is frozen, and read by such lookups alone."""
+    """Whether a weight is frozen, and read only by lookups of this kind."""
     found = {str(user.target) == lookup and _table(user) is weight for user in weight.users}
     return found == {True} and not needs_grad(weight)
 

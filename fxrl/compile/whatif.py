@@ -1,6 +1,6 @@
-"""What would become of a planned step with more of something, or at other sizes.
+"""How a planned step would change with more of some resource, or at other sizes.
 
-Every answer is the solver's, over a chain that is there already: nothing is traced again.
+Every answer comes from the solver, for the chain that was built already: nothing is traced again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxrl.planner.chain import Chain, host_bytes, peak_bytes
 from fxrl.planner.pace import step_seconds
 from fxrl.planner.solver import fastest
 
-#: More of one thing, as a share of what there is.
+#: How much more of one resource is tried, as a share of what there is.
 _MORE = 0.25
 #: A resource binds where more of it saves this share of a step.
 _MATTERS = 0.005
@@ -63,9 +63,9 @@ class WhatIf:
 
     @classmethod
     def of(cls, captures: Sequence[Capture], given: Plan, *, rows: int | None = None) -> WhatIf:
-        """Of the captured graph that needs most memory; at least one of the captures has a planner.
-        ``given`` is the plan they had to obey, ``rows`` those of the batch in question if it is not
-        the captured one."""
+        """For the captured graph that needs most memory; at least one of the captures has a
+        planner. ``given`` is the plan that the captures had to obey, ``rows`` the number of rows to
+        ask about if it is not the captured one."""
         planned = [one for one in captures if one.planner is not None and one.found is not None]
         if not planned:
             said = [r for one in captures for r in one.report.of_kind("missed")]
@@ -88,7 +88,7 @@ class WhatIf:
         return replace(found, choices={**self.captured.choices, **found.choices})
 
     def advice(self) -> Advice | None:
-        """The resources that limit the step, and what more of them would bring; None if no plan
+        """The resources that limit the step, and what more of each would gain; None if no plan
         fits."""
         gpu, host = self.budget.gpu_bytes, self.budget.host_bytes
         chain, plain = self.step.plain()
@@ -108,8 +108,8 @@ class WhatIf:
         return Advice(tuple(binds), tuple(sorted(changes, key=lambda change: change.seconds)))
 
     def fits(self) -> Iterator[Fit]:
-        """The frontier, by context: how many rows of it fit; the longest for a lone row, and for as
-        many as the batch has."""
+        """How many rows fit at each of several context lengths; among these are the longest that
+        fits for one row and for as many rows as the batch has."""
         for tokens, rows in sorted(self._sizes()):
             step = self.step.at(tokens=tokens, rows=rows)
             if (best := step.fastest()) is not None:

@@ -1,8 +1,8 @@
 """Which kernel runs a body's attention: the fastest of those that the user allows.
 
-A body calls ``scaled_dot_product_attention``; tracing it asks PyTorch which kernel to take, and
-that choice stays in the body. What PyTorch looks at is told by the key (``allowed``) and by guards
-over the body's sizes, so other settings and other sizes get a body of their own.
+A body calls ``scaled_dot_product_attention``; when it is traced PyTorch chooses the kernel, and the
+choice stays in the body. It depends on settings, which are part of the body's key (``allowed``),
+and on sizes, which are guarded, so other settings and sizes get a body of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOPPER = (9, 0)
 
 
 def calls_attention(gm: fx.GraphModule) -> bool:
-    """Whether a body's choice of a kernel is open."""
+    """Whether a body calls attention whose kernel is chosen when the body is traced."""
     return bool(gm.graph.find_nodes(op="call_function", target=SDPA))
 
 

@@ -78,8 +78,8 @@ class BodyProfile:
         return self._by_tiles(sizes, found, count)
 
     def _by_tiles(self, sizes: dict[str, int], one: Figures, count: int) -> Figures:
-        """Each of ``count`` tiles, that are as ``one``, runs beside the sums of those before it; at
-        the end these are rounded."""
+        """The figures of ``count`` tiles like ``one``: each runs beside the sums of the tiles
+        before it, which are rounded at the end."""
         traced, region = self._built.traced, self._built.region
         measure = traced.measure(sizes)
         incoming = sum(tensor_bytes(grad, measure) for grad in traced.grad_examples)
@@ -100,8 +100,8 @@ class BodyProfile:
     def _with_vectors(
         self, sizes: dict[str, int], one: Figures, count: int, target: Target
     ) -> Figures:
-        """Each of ``count`` tiles, that are as ``one``, runs the backward for each output at once,
-        beside the vectors of all rows; what is left for later scales these."""
+        """The figures of ``count`` tiles like ``one`` whose forward makes gradients: each runs the
+        backward for each output at once, beside the vectors of all rows, which are scaled later."""
         traced, num_outputs = self._built.traced, len(self._built.grad_outputs)
         measure = traced.measure(sizes)
         pairs = zip(traced.input_examples, self._built.region.inputs, strict=True)
@@ -119,7 +119,7 @@ class BodyProfile:
         )
 
     def _by_groups(self, sizes: dict[str, int], target: Target) -> Figures:
-        """Each group runs beside the sums of those before it."""
+        """The figures of groups: each runs beside the sums of the groups before it."""
         one, traced, region = self._at(sizes, target), self._built.traced, self._built.region
         measure = traced.measure(sizes)
         pairs = zip(traced.input_examples, region.inputs, strict=True)
@@ -149,9 +149,8 @@ class BodyProfile:
         )
 
     def _memory_saved(self) -> dict[fx.Node, tuple[str, int]]:
-        """The inputs and outputs of the region that the backward reads, each with its kind and its
-        place. Views need no memory of their own, and neither does a copy on a GPU that is laid out
-        as its source."""
+        """The region's inputs and outputs that the backward reads, each with its kind and place.
+        Views need no memory of their own, nor does a copy on a GPU with its source's layout."""
         traced = self._built.traced
         results: Any = traced.forward.graph.output_node().args[0]
         places = {"input": inputs_of(traced.forward.graph), "output": results}
@@ -181,7 +180,7 @@ class BodyProfile:
         )
 
     def _called(self, call: fx.Node, measure: Measure, target: Target) -> tuple[int, float]:
-        """Bytes and seconds of a region inside of this one; none of other calls."""
+        """Bytes and seconds of a call of a region inside this one; none for other calls."""
         whole, again = fxrl.region.default, fxrl.region_again.default
         if not is_call(call, whole, again, fxrl.region_vjp.default):
             return 0, 0.0

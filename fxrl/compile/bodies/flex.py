@@ -1,12 +1,12 @@
 """``fxrl::masked_attention`` on a GPU: FlexAttention, compiled for a mask's expression.
 
-PyTorch's own higher-order ops, forward and backward each, are traced with the expression inside and
-given to Inductor, which makes a Triton kernel of each. What is compiled serves every length of a
-kind: sizes are symbols, as in a region's body.
+PyTorch's own higher-order ops, one for the forward and one for the backward, are traced with the
+expression inside and given to Inductor, which makes a Triton kernel of each. Sizes are symbols, as
+in a region's body, so what is compiled serves every length.
 
-NOTE [Why not torch.compile(flex_attention)]: its autograd would run the forward again to get at a
-backward, since an opaque op's is called with tensors alone; here the backward is given output and
-logarithm. Dynamo would guard and recompile by limits that are the user's own.
+NOTE [Why not torch.compile(flex_attention)]: the vjp of an opaque op gets tensors only, so its
+autograd graph would have to be made by running the forward again; here the backward gets output and
+logarithm. And Dynamo's guards and recompile limits are the user's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _BLOCK_LISTS = tuple(
     for full in ("", "full_")
     for what in ("num_blocks", "indices")
 )
-#: What ``flex_attention`` itself asks for. TRITON: the one kernel that has a backward and does not
-#: depend on the length; rows that see nothing are legal.
+#: As ``flex_attention`` sets them. TRITON is the one kernel that has a backward, does not depend on
+#: the length, and allows rows that see nothing.
 _OPTIONS = {
     "BACKEND": "TRITON",
     "PRESCALE_QK": False,

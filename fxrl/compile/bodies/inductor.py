@@ -23,7 +23,7 @@ from fxrl.compile._torch import (
 from fxrl.errors import ConfigError, nearest
 from fxrl.options import misfit
 
-#: Options for every region body, spelled out so that nothing set globally leaks in.
+#: Options for every region body, all spelled out so that global settings do not apply.
 #: NOTE [Why all of them are off]: measured on an H200 for a loss head, an MLP and a decoder layer
 #: of Qwen3-8B's shape (bench/results/region_flags_*.json), none pays: tuned Triton GEMMs lose
 #: 20-38 % to cuBLAS and take 10-48 s to compile, coordinate descent gains under 0.5 % for 3-12 s,
@@ -40,25 +40,26 @@ _BODY_OPTIONS: dict[str, Any] = {
     # so what adapters of rank 2 keep had four times the bytes that were planned, and strides that
     # the backward was not compiled for: every step failed there.
     "shape_padding": False,
-    # NOTE [Why not]: kernels run in the order of the graph, which is what the planner counts on.
-    # Inductor takes one of four orders by peaks that leave out what attention allocates inside:
-    # for Qwen2.5-3B's layer at 8192 tokens it took one with 126 MiB more (642 of 516). Locality
-    # moves the weights' gradients to the graph's end, and keeps what they read until then: 352 MiB
-    # in the backward of Qwen3-8B's layer at 8192 tokens.
+    # NOTE [Why not]: kernels are to run in the graph's order, which the planner counts on. Inductor
+    # picks one of four orders by predicted peaks that leave out what attention allocates inside:
+    # for Qwen2.5-3B's layer at 8192 tokens it picked one that needs 642 MiB instead of 516. Its
+    # locality pass moves the weights' gradients to the graph's end and keeps what they read until
+    # then: 352 MiB in the backward of Qwen3-8B's layer at 8192 tokens.
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
-    # NOTE [Why little is fused for little]: Inductor fuses kernels that read the same tensor, and
-    # keeps what either reads until both can run; sizes that vary it does not weigh. In the backward
-    # of experts one mask of 64 KiB held two sums of 256 MiB each. What saves less than 16 MiB of
-    # reads, 5 us of an H200, stays apart: there the peak of 11 GiB is 0.12 lower and within 0.3 %
-    # of the plan, and no step is slower (67.6 ms before, 66.5 with; dense layers 217 and 214).
+    # NOTE [Why not for small reads]: Inductor fuses kernels that read the same tensor, and keeps
+    # what either reads until both can run; sizes that vary it does not weigh. In the backward of
+    # experts, sharing one mask of 64 KiB kept two sums of 256 MiB each alive. So kernels whose
+    # fusion saves less than 16 MiB of reads (5 us on an H200) stay apart: there the peak of 11 GiB
+    # is 0.12 GiB lower and within 0.3 % of the plan, and no step is slower (67.6 ms without this
+    # limit, 66.5 with it; dense layers 217 and 214).
     "score_fusion_memory_threshold": 16 << 20,
-    # NOTE [Why roundings stay]: Inductor leaves those between fused ops out, and two bf16 values
-    # whose sum lies half-way between two others are then rounded to where the smallest addend
-    # points. An adapter's output after its first updates is far below half a unit, and eager's sum
-    # drops it; kept, it decides every such tie, all in the gradient's direction. Adam's first step
-    # at 1e-6 took a DPO margin to 696 nats (12 layers of Qwen3-8B's shape with random weights;
-    # eager 0.5, and its gradient allows 31). ``bodies.trace`` marks the ops that round.
+    # NOTE [Why roundings stay]: Inductor leaves out the roundings between fused ops. An adapter's
+    # output after its first updates is far below half a unit, and eager's sum drops it. Without the
+    # rounding it decides every tie, where two bf16 values have a sum half-way between two others,
+    # all in the gradient's direction. Adam's first step at 1e-6 took a DPO margin to 696 nats (12
+    # layers of Qwen3-8B's shape with random weights; 0.5 in eager mode, and the gradient allows
+    # 31). ``bodies.trace`` marks the ops that round.
     "emulate_precision_casts": True,
 }
 
@@ -82,14 +83,14 @@ class InductorOptions:
 
     @property
     def need_aot(self) -> bool:
-        """Whether they ask for what is done on the way through AOTAutograd: the user's own passes,
-        CUDA graphs."""
+        """Whether they ask for something that only the way through AOTAutograd does: the user's own
+        passes, CUDA graphs."""
         names = [name for name, value in self.options if value]
         return any(part in name for part in ("custom", "pre_grad", "cudagraphs") for name in names)
 
 
 def _check(extra: Mapping[str, Any]) -> None:
-    """Here, as Inductor itself looks at them when a body is compiled, which may be never."""
+    """Checked early: Inductor would only when a body is compiled, which may be never."""
     if not extra:
         return
     kinds, lines = inductor_kinds(), []
@@ -110,10 +111,10 @@ T = TypeVar("T")
 
 
 def in_own_thread(build: Callable[[], T]) -> T:
-    """What is built where the kernel of an op runs.
+    """Build something in a new thread, when called from the kernel of an op.
 
-    NOTE [Why a thread]: that runs with autograd's dispatch keys excluded, so that no vjp can be
-    taken there, and maybe inside of a mode; that state belongs to the thread.
+    NOTE [Why a thread]: an op's kernel runs with autograd's dispatch keys excluded, so that no vjp
+    can be taken, and maybe inside of a mode. Both are states of the thread.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(build).result()

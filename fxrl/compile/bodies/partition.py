@@ -1,16 +1,19 @@
-"""A layer's cut: a joint graph, split where no more is kept for the backward than the cut says.
+"""Split a joint graph into forward and backward, by the layer's cut: what the backward may keep.
 
     joint      inputs, gradients -> outputs, gradients of the inputs
     forward    inputs            -> outputs, kept values
     backward   kept values, ...  -> gradients of the inputs
 
-All cuts but "inputs" are PyTorch's own (``min_cut_rematerialization_partition``). With "products"
-it decides as it does for ``torch.compile``: it keeps what is dear to compute again and what would
-be written to memory once more. With "fewest" all but products, attention and reductions may run
-again, so the fewest bytes are kept that spare the products; with "attention" it is told to compute
-all else again, sums over groups of heads too, of what the groups keep. With "inputs" the backward
-runs the forward again; with "vectors" all of it but the products, for it runs at once, tile by
-tile. What runs again does so as late as the gradients allow: little is alive at a time.
+All cuts but "inputs" and "vectors" are made by PyTorch (``min_cut_rematerialization_partition``):
+
+"products"     as for ``torch.compile``: keep what is costly to compute again, and what computing
+               again would write to memory once more
+"fewest"       keep as few bytes as possible without running products, attention or reductions again
+"attention"    keep what attention returns; the rest runs again, sums over groups of heads too
+"inputs"       keep nothing; the backward runs the forward again
+"vectors"      keep the products, for the backward runs at once, tile by tile
+
+What runs again does so as late as the gradients allow, so that little is alive at a time.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def partition(
 
 
 def outputs_again(forward: fx.GraphModule, num_outputs: int) -> Later:
-    """The graph of a forward's outputs of what it keeps."""
+    """A graph that computes the forward's outputs from what the forward keeps."""
     results: Any = forward.graph.output_node().args[0]
     nodes = set(forward.graph.nodes)
     sizes = {n for n in nodes if isinstance(n.meta.get("val"), torch.SymInt)}
@@ -97,7 +100,7 @@ def outputs_again(forward: fx.GraphModule, num_outputs: int) -> Later:
 
 
 def _sums_groups(node: fx.Node) -> bool:
-    """Whether a value is an output of groups of heads, which can be summed again of what they
+    """Whether a value is an output of groups of heads, which can be summed again from what they
     keep."""
     call, place = node.args if is_call(node, operator.getitem) else (None, None)
     if not is_call(call, torch.ops.fxrl.region.default):
@@ -107,8 +110,8 @@ def _sums_groups(node: fx.Node) -> bool:
 
 
 def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
-    """Tell the partitioner to keep what attention returns, and maybe to compute all else again; if
-    not, it keeps products, of which it knows PyTorch's own by itself."""
+    """Tell the partitioner to keep what attention returns, and either to compute all else again or
+    to keep products, too. (Those that are PyTorch's own it knows by itself.)"""
     late = _backward_of(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
@@ -131,12 +134,12 @@ def _makes_attention(node: fx.Node) -> bool:
 def _run_again(
     joint: fx.GraphModule, num_outputs: int, *, but_products: bool = False
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Nothing kept, or products alone: the forward's graph, and the gradients' with what they need
-    of it.
+    """The halves where nothing but maybe products is kept: the backward computes what it needs of
+    the forward again.
 
-    NOTE [Why not the partitioner]: told to compute attention again, it wants to replay its random
-    numbers, of which there are none. And a forward that hands out a product is, kernel by kernel,
-    the forward without gradients: what is scored has the bits of what is trained.
+    NOTE [Why not the partitioner]: if attention is to be computed again, it wants to replay random
+    numbers, though there are none. And here the forward is, kernel by kernel, the one that runs
+    without gradients, so scoring and training give the same bits.
     """
     results: Any = joint.graph.output_node().args[0]
     outputs, grads = results[:num_outputs], results[num_outputs:]
@@ -150,8 +153,8 @@ def _run_again(
 def _late(
     gm: fx.GraphModule, grads: Sequence[Any], given: Set[fx.Node] = frozenset()
 ) -> fx.GraphModule:
-    """The graph of ``grads``, of the values ``given`` among others: what runs again does so where
-    a gradient first needs it."""
+    """A graph that computes ``grads`` from the values ``given`` and others: what runs again does so
+    where a gradient first needs it."""
     late, left = _backward_of(gm), set(gm.graph.nodes)
     wanted = _needed(grads, set(left), given)
     backward = [n for node in wanted if node in late for n in _needed([node], left, given)]
@@ -171,8 +174,8 @@ def _backward_of(joint: fx.GraphModule) -> set[fx.Node]:
 def _needed(
     wanted: Sequence[Any], left: set[fx.Node], given: Set[fx.Node] = frozenset()
 ) -> list[fx.Node]:
-    """These values and what they are computed from, back to those ``given``, in order; they are
-    removed from what is left."""
+    """These values and what they are computed from, back to those ``given``, in order; all are
+    removed from the nodes that are left."""
     among = left - given
     found = ancestors([value for value in wanted if value in among], among)
     read = {arg for node in found for arg in node.all_input_nodes}
@@ -223,8 +226,8 @@ class _Settling:
         self._sums: dict[fx.Node, fx.Node] = {}
 
     def settle(self) -> tuple[fx.GraphModule, Later]:
-        """Return only what is the forward's own memory; the rest is an input, or a look at one, or
-        with ``sum_again`` a sum over groups of heads that keep what it is made of."""
+        """Let the forward return only values with memory of their own. The rest is inputs and views
+        of them, and with ``sum_again`` sums over groups of heads, computed from what these keep."""
         self._recompute_views()
         self._take_sizes()
         sources: list[Source] = []
@@ -252,7 +255,7 @@ class _Settling:
 
     def _recompute_views(self) -> None:
         """Instead of views (a weight's transpose, attention's output as rows, queries, keys and
-        values of one product) and of what is summed again, keep the values that own their memory.
+        values of one product) and of what is summed again, keep the values they are made from.
         """
         graph = self.backward.graph
         given = inputs_of(graph)
@@ -273,7 +276,7 @@ class _Settling:
         return self._sum_again and _sums_groups(node)
 
     def _sum(self, node: fx.Node) -> fx.Node:
-        """The backward's own sum over groups for the forward's ``node``."""
+        """The sum over groups in the backward that stands for the forward's ``node``."""
         graph, call = self.backward.graph, as_node(node.args[0])
 
         def made(value: fx.Node) -> fx.Node:
@@ -307,10 +310,10 @@ class _Settling:
         return given
 
     def _take_sizes(self) -> None:
-        """Compute the sizes that the backward takes (``b * s``) from dims of what it gets and from
-        plain symbols (``b``), which it takes where no dim tells them.
+        """Compute the sizes that the backward takes (``b * s``) from dims of its arguments and from
+        plain symbols (``b``), which become arguments if no dim has them.
 
-        NOTE [Why]: Inductor's cache checks what was assumed of the sizes with the plain ones alone.
+        NOTE [Why]: Inductor's cache evaluates guards on sizes with the plain symbols only.
         """
         graph = self.backward.graph
         rest = next(node for node in graph.nodes if node.op != "placeholder")

@@ -51,7 +51,7 @@ from fxrl.ops.fp8 import adds_adapters
 from fxrl.ops.region.kernels import Later
 from fxrl.passes import ADDING_PIPELINE, HALF_PIPELINE, JOINT_PIPELINE
 
-#: The row count that tracing sees; any value of two or more gives the same graph.
+#: The number of rows that tracing sees; any from two on gives the same graph.
 _TRACE_ROWS = 64
 
 
@@ -81,9 +81,9 @@ class TracedBody:
     ) -> None:
         """Trace a region for ``sizes`` (by name; see ``BoundSizes``) and all like them.
 
-        ``forward`` is its graph if regions inside it are called by the keys of built ones.
-        ``decompose`` traces Inductor's own ops where the cut is yet to be found, so that it sees
-        what is cheap; otherwise ops are eager's kernels, and as exact. ``plan`` says which rewrites
+        ``forward`` is its graph if that calls built regions by their keys. With ``decompose``, a
+        body whose cut is yet to be found is traced to Inductor's ops, so that the partitioner sees
+        what is cheap; otherwise to eager's, with their exact rounding. ``plan`` says which rewrites
         of the halves are switched off.
         """
         self.region, self._run = region, forward or region.forward
@@ -150,7 +150,7 @@ class TracedBody:
         return len(results) - self.num_outputs
 
     def _joint_of(self, outputs: Sequence[Tensor]) -> fx.GraphModule | None:
-        """The joint graph, if autograd sees an output; these are taken for granted at first."""
+        """The joint graph, if autograd sees an output; which ones it sees is assumed at first."""
         try:
             return self._joined(self._trace_joint(outputs)) if self.grad_outputs else None
         except _OtherOutputsError as error:
@@ -191,7 +191,8 @@ class TracedBody:
         return measure_by(values_of(self._symbols, sizes))
 
     def _make_symbols(self, sizes: Mapping[str, int] | None) -> dict[str, Size]:
-        """A symbol for each size that varies; a constant where it is 0 or 1, which no symbol is."""
+        """A symbol for each size that varies; a constant if it is 0 or 1, which symbols cannot
+        be."""
         seen = self.bound.read([spec.example for spec in self.region.inputs])
         assumed = {n: max(2, hint(s)) for n, s in zip(self.bound.names, seen, strict=True)}
         assumed |= {"rows": _TRACE_ROWS} if self.region.tiled else {}
@@ -228,10 +229,10 @@ class TracedBody:
             return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
     def _results(self) -> list[Tensor]:
-        """What looks like the outputs: as in the outer graph, where that tells their sizes.
+        """Fake outputs with the sizes that they have in the outer graph, if these are known there.
 
-        It tells no strides, which follow from kernels, and of a model on ``meta`` no device. Where
-        they are others than were taken for granted, the trace begins again with those it has met.
+        Strides are not (kernels decide them), nor the device of a model on ``meta``. If the traced
+        outputs turn out different, the trace begins again with those it has met.
         """
         (results,) = self.region.forward.graph.output_node().args
         made = [self._result(node) for node in cast(tuple[fx.Node, ...], results)]
@@ -255,8 +256,8 @@ class TracedBody:
         return alike and (grad.device, grad.dtype) == (output.device, output.dtype)
 
     def _dense(self, output: Tensor) -> bool:
-        """Whether its gradient has a place for each entry, whatever the output has: of tiles, and
-        of what is expanded, whose gradients differ."""
+        """Whether an output's gradient is dense even if the output is not: outputs of tiles, and
+        expanded ones, whose entries get different gradients."""
         return self.region.tiled or any(isinstance(by, int) and by == 0 for by in output.stride())
 
     # -- the functions that are traced
@@ -341,7 +342,7 @@ def _seen_by_autograd(outputs: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 class _OtherOutputsError(Exception):
-    """Outputs are others, or look otherwise, than those that a trace has gradients for."""
+    """Other outputs need gradients than a trace assumed, or they look different."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -352,10 +353,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def _keep_factors(graph: fx.Graph) -> None:
-    """Products of bf16 or fp16 with a Python number become ones of fp32, rounded as they were.
+    """Multiply bf16 or fp16 by a Python number in fp32, with the result rounded as before.
 
-    NOTE [Why not as traced]: eager multiplies by the number itself. Inductor, where it rounds as
-    eager does, gives the number the tensor's dtype; its C++ kernels round it so from torch 2.15 on.
+    NOTE [Why not as traced]: eager multiplies by the number itself. Inductor, told to round as
+    eager does, rounds the number to the tensor's dtype first; its C++ kernels do from torch 2.15
+    on.
     """
     for name in (torch.ops.aten.mul, torch.ops.aten.div):
         for overload in (name.Tensor, name.Scalar):
@@ -384,13 +386,13 @@ def _keep_factor(graph: fx.Graph, node: fx.Node, overload: Any) -> None:
 
 
 def _sum_by_aten(graph: fx.Graph) -> None:
-    """Rows of bf16 or fp16 that are added to one place are summed by ATen's own kernel.
+    """Sum rows of bf16 or fp16 that are added to one place by ATen's own kernel.
 
-    NOTE [Why not by Inductor's]: the gradient of ``table[places]`` adds as many rows as name one
-    place. Inductor adds one after the other in the tensor's dtype, where a bf16 sum of ones ends at
-    256, and in any order. ATen's kernel for GPUs sorts them and sums in fp32, each time alike;
-    Inductor has no lowering for the op that is its inside, and calls it. What experts take of
-    tokens needs no sum: see ``gather-by-inverse``.
+    NOTE [Why not by Inductor's]: the gradient of ``table[places]`` adds all rows that were read
+    from one place. Inductor adds them one by one in the tensor's dtype, in which a bf16 sum of ones
+    ends at 256, and in no fixed order. ATen's GPU kernel sorts them and sums in fp32, always in one
+    order; Inductor has no lowering for ATen's inner op, and so calls it. For experts' tokens no
+    such sum is left: see ``gather-by-inverse``.
     """
     for put in (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default):
         for node in graph.find_nodes(op="call_function", target=put):

@@ -4,15 +4,15 @@
             that a trace depends on: versions, fxrl's files, settings, the chip
     file    the graph, a record a node: op, arguments, fake value with its sizes as expressions
 
-It lies where Inductor's cache of compiled graphs does, and is off where that is.
+It lies beside Inductor's cache of compiled graphs, and is off if that is off.
 
-NOTE [Why not the graph pickler of torch.fx]: it makes fake values as real tensors are made fake,
-which takes half as long as the trace (0.4 of 0.85 s for a layer of Qwen3 with LoRA, two cores,
-torch 2.13), and on 2.11 it refuses a traced graph. Read as here, the same graph takes 0.15 s.
+NOTE [Why not the graph pickler of torch.fx]: it makes every fake value from scratch, which takes
+half as long as the trace (0.4 of 0.85 s for a layer of Qwen3 with LoRA, two cores, torch 2.13), and
+on 2.11 it refuses a traced graph. Reading the same graph as here takes 0.15 s.
 
-NOTE [Why not every graph]: a file must say all that the trace did. Ops of PyTorch's and fxrl's own
-are known by name; the code of others may change between processes. Constants and inner graphs are
-in no record, and what a trace assumes of sizes is in no node.
+NOTE [Why not every graph]: the file must hold all that the trace gave. The key knows the code of
+PyTorch's and fxrl's own ops only; that of others may change between processes. Records hold no
+constants, no inner graphs, and no guards on sizes.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def cached_trace(
     mode: FakeTensorMode,
     make: Callable[[], fx.GraphModule],
 ) -> fx.GraphModule:
-    """What ``make`` traces of a body in ``mode``, or what an earlier process kept of it.
+    """The graph that ``make`` traces of a body in ``mode``, read from the cache if it is there.
 
-    ``asked`` tells, as text, what the trace depends on beside the body and its ``inputs``, whose
-    symbols are the only ones of the mode. What ``make`` raises is raised, and nothing kept.
+    ``asked`` is, as text, what the trace depends on besides the body and its ``inputs``, whose
+    symbols are the only ones of the mode. If ``make`` raises, nothing is kept.
     """
     if (folder := inductor_cache_folder()) is None or not _is_told(body):
         return make()
@@ -83,16 +83,16 @@ def cached_trace(
 # ---------------------------------------------------------------------------- the key
 @cache
 def _program() -> str:
-    """Versions, and fxrl's files as Python tells whether what it compiled of one is up to date. Not
-    those of ``passes``, a link in a checkout: what they did before a trace is in the body's text,
-    and what they do after it is not kept."""
+    """Versions, and fxrl's files by what Python checks ``.pyc`` files with. Not those of
+    ``passes``: what they did before a trace is in the body's text, and what they do after it is not
+    kept."""
     root = Path(fxrl.__file__).parent
     told = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(root.rglob("*.py"))]
     return f"{torch.__version__} {hashlib.sha256(str(told).encode()).hexdigest()}"
 
 
 def _surroundings(devices: Iterable[torch.device]) -> list[object]:
-    """What kernels a trace may choose, and by what."""
+    """Which kernels a trace may choose, and the settings by which it does."""
     chips = [torch.cuda.get_device_name(d) for d in devices if d.type == "cuda"]
     cpu = torch.backends.cpu.get_cpu_capability()
     numbers = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
@@ -101,7 +101,7 @@ def _surroundings(devices: Iterable[torch.device]) -> list[object]:
 
 # ---------------------------------------------------------------------------- the file
 def _is_told(gm: fx.GraphModule) -> bool:
-    """Whether a graph's text, or the records of its nodes, are all that there is to it."""
+    """Whether a graph's text and the records of its nodes hold all of it."""
     return all(map(_is_known, gm.graph.nodes))
 
 
@@ -138,9 +138,9 @@ def _read(file: Path, mode: FakeTensorMode) -> fx.GraphModule | None:
 
 
 class _Writer(pickle.Pickler):
-    """Tells by name what belongs to a graph, a mode or PyTorch.
+    """Replaces what belongs to a graph, a mode or PyTorch by its name.
 
-    Which values share memory stays as it was: Inductor writes into what nobody reads any more.
+    Which values share memory is kept: Inductor reuses the memory of values that are dead.
     """
 
     def __init__(self, stream: BytesIO) -> None:

@@ -1,8 +1,8 @@
 """From a Region to kernels: its halves traced and compiled once for all sizes alike.
 
-NOTE [Why variants]: a graph may hold for some sizes only. Inductor indexes with 32 bits where the
-sizes it sees allow it, and an op may take another road for a size of 0 or 1. What was assumed
-stands in the shape environment; sizes that break it get a variant of their own.
+NOTE [Why variants]: a graph may hold for some sizes only. Inductor indexes with 32 bits if the
+sizes it sees allow it, and an op may behave differently for a size of 0 or 1. The shape environment
+holds what was assumed; sizes that break it get a variant of their own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MANY_VARIANTS = 8
 
 
 class ManyVariantsWarning(UserWarning):
-    """A region is compiled again and again because its graph holds for single sizes only."""
+    """A region is compiled again and again because each graph holds for a single size only."""
 
 
 @dataclass(slots=True)
@@ -151,8 +151,8 @@ class CompiledRegion(RegionKernels):
         return ", ".join(dict.fromkeys(names))
 
     def begin(self) -> None:
-        """Lower the halves now, those of the regions inside too. What makes their kernels goes on
-        while others are lowered, until ``compile`` waits for it."""
+        """Lower the halves now, those of the regions inside too. Kernels are compiled meanwhile,
+        until ``compile`` waits for them."""
         for inner in self.inside.values():
             inner.begin()
         self.variants[0].begin()
@@ -246,10 +246,10 @@ def build_region(
     alike: Alike | None = None,
 ) -> CompiledRegion:
     """Trace a region for compilation (op by op if ``options`` is None), or find the one already
-    built. ``plan`` says which rewrites inside are switched off. One of ``alike`` that has the same
-    body lends its trace, to a region inside too; what is built joins them.
+    built. ``plan`` says which rewrites inside are switched off. A region in ``alike`` with the same
+    body lends its trace, also to regions inside; what is built is added to ``alike``.
 
-    The caller owns the kernels: the op finds them for as long as somebody holds them.
+    The caller owns the kernels: the op finds them only as long as somebody holds them.
     """
     plan, alike = plan or Plan(), {} if alike is None else alike
     body = replace(region, cut="inputs", again="never").id
