@@ -1,7 +1,7 @@
-"""Attention calls in one form, and what their masks are when the graph alone tells.
+"""Attention calls in one form, and the masks that the graph alone determines.
 
-Attention masks are computed from index tensors: positions along a dim, or one constant. Following
-them symbolically proves a mask causal for every length, without looking at data.
+Such masks are computed from index tensors: positions along a dim, or one constant. Following these
+symbolically proves a mask causal for every length, without looking at data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def is_masked(node: fx.Node) -> bool:
-    """Whether a call is attention under a computed mask (``fxrl.ops.masked_attention``)."""
+    """Whether a call is attention that computes its mask (``fxrl.ops.masked_attention``)."""
     return node.op == "call_function" and str(node.target) == "fxrl.masked_attention.default"
 
 
@@ -51,10 +51,10 @@ def set_options(call: fx.Node, **options: Any) -> None:
 
 
 def calls_by_mask(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """Masks, each with the attention calls under it, as often as the model makes them.
+    """Masks, each with the attention calls that read it, once for each run.
 
-    The mask of a call in a body is the value that the outer graph gives it; where several calls of
-    one body give several, it is the body's own input.
+    The mask of a call in a body is the value that the outer graph passes in, or the body's own
+    input if calls of the body pass in different values.
     """
     masks_of: dict[fx.Node, list[fx.Node]] = {}
     for call, mask in _calls(gm):
@@ -193,7 +193,7 @@ def _joined(node: fx.Node) -> Known | None:
 
 
 def _indexed(node: fx.Node) -> Known | None:
-    """``positions[rows, at]``: what is at known positions is known."""
+    """``positions[rows, at]``, where ``at`` are known positions."""
     source, indices = node.args[:2]
     inner = known(source)
     if not isinstance(inner, Positions):

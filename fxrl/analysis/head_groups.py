@@ -1,19 +1,19 @@
-"""Which part of a layer's attention a group of heads makes by itself.
+"""Which part of a layer's attention can be computed by one group of heads at a time.
 
     %q = mm(%x, %wq)                                 [N, heads * D]     columns for each group
     %o = scaled_dot_product_attention(%q, %k, %v)    [B, heads, T, D]   heads for each group
     %y = mm(%o, %wo)                                 [N, H]             a sum over all groups
 
-Attention under a computed mask (``fxrl.ops.masked_attention``) is as good.
+Attention under a computed mask (``fxrl.ops.masked_attention``) works, too.
 
-From the products that make queries, keys and values, adapters' too, to those that sum over all
-heads, each group needs its rows or columns of the weights and nothing of the other groups: RoPE and
-norms of each head by itself lie between. What mixes heads there is a refusal.
+From the products that make queries, keys and values (adapters' too) to those that sum over all
+heads, each group needs its rows or columns of the weights and nothing of the other groups. RoPE and
+norms of single heads may lie between; an op that mixes heads is a refusal.
 
     %y + (%o @ %a) @ %b * s                          the same sum, where each summand is one
 
-What is linear in such sums and brings them together is summed by groups as well: of a product and
-its adapter's, one value as wide as the layer is left.
+Linear ops that combine such sums are computed by groups, too: a product and its adapter's give one
+value as wide as the layer, not two.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Heads(Share):
 
     @property
     def total(self) -> Size:
-        """The groups; how many heads each has is ``inner``'s business."""
+        """The number of groups; ``inner`` counts the heads of each."""
         return self.groups
 
 
@@ -77,8 +77,8 @@ class HeadGroups:
 
 
 def kv_heads(graph: fx.Graph) -> int:
-    """How many heads of keys a layer's attention has, which is the most groups that there may be; 0
-    if it is not one call."""
+    """How many heads of keys a layer's attention has, the maximal number of groups; 0 if it is not
+    one call."""
     calls = _attentions(graph)
     heads = shape_of(as_node(calls[0].args[1]))[-3:-2] if len(calls) == 1 else ()
     return heads[0] if heads and isinstance(heads[0], int) else 0
@@ -134,7 +134,7 @@ def _weights(attention: fx.Node, groups: int) -> dict[fx.Node, Share]:
 
 
 def _before_products(node: fx.Node) -> Sequence[fx.Node]:
-    """What a value that is no product is made of."""
+    """The operands of a value that is no product."""
     ends = is_product(node) or is_call(node, aten.sym_size.int)
     return () if ends else node.all_input_nodes
 
@@ -148,8 +148,8 @@ def _source(matrix: fx.Node, dim: int) -> tuple[fx.Node, int]:
 
 
 def _brought_together(found: SharedGraph, products: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """The sums over groups that the rest of a layer reads, where these products sum over all heads
-    and groups compute what brings them together, too."""
+    """The sums over groups that the rest of a layer reads, given the products that sum over all
+    heads; ops that combine them are computed by groups, too."""
     sums = {node for node in products if "mat1" not in bound(node)}  # what is added is added once
     for node in found.module.graph.nodes:
         if _is_linear(node, sums):
@@ -163,7 +163,7 @@ def _brought_together(found: SharedGraph, products: Sequence[fx.Node]) -> tuple[
 
 
 def _is_linear(node: fx.Node, sums: set[fx.Node]) -> bool:
-    """Whether a value is a sum over groups because its operands are, in their dtype."""
+    """Whether a value is a sum over groups because its operands are, and has their dtype."""
     read = [arg for arg in node.all_input_nodes if is_tensor(arg)]
     if not (is_tensor(node) and node.args and node.args[0] in sums):
         return False
@@ -231,8 +231,8 @@ class _Walk:
         return Step(None, needs={right: replace(share, dim=0)})
 
     def _attend(self, node: fx.Node) -> Step:
-        """Queries, keys, values [B, heads, T, D], and what says who sees whom, for all heads or for
-        each."""
+        """Attention over queries, keys, values [B, heads, T, D], under masks that are one for all
+        heads or have one entry for each."""
         needs: dict[fx.Node, Share] = {}
         operands = [as_node(arg) for arg in node.args[:3]]
         for name, operand in zip(("queries", "keys", "values"), operands, strict=True):

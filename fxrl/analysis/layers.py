@@ -1,11 +1,11 @@
-"""The layers of a captured model, told from its structure: what repeats, and its parts.
+"""The layers of a captured model, found by its structure, and the parts of each layer.
 
     layers.0: norm, qkv, rope, attention | dropout | o_proj, residual, norm, mlp, residual
               part 0                       stays     part 1
 
-A layer is what one numbered member of a module list or a sequence made (outermost number first).
-What cannot stand inside a compiled body (random numbers, writes, data-dependent sizes) stays
-outside of it and splits the layer; a part is all that runs between two such calls.
+A layer is what one numbered member of a module list or a sequence computes; of nested ones the
+outermost counts. What cannot be in a compiled body (random numbers, writes, data-dependent sizes)
+stays outside and splits the layer; a part is all that runs between two such calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Layer:
     barriers: tuple[tuple[fx.Node, str], ...]
 
     def at(self, path: str) -> Layer:
-        """An equal layer that the module at ``path`` is."""
+        """The same layer with the names of the module at ``path``."""
         match = _NUMBERED.match(path)
         site = f"{self.site.partition(':')[0]}:{path}"
         return replace(self, path=path if match is None else match[1], site=site)
@@ -68,8 +68,8 @@ def layer_path(node: fx.Node) -> str | None:
 
 
 def is_in_layer(node: fx.Node) -> bool:
-    """Whether a numbered module made ``node``, or one inside of such: a graph may begin in there,
-    and knows no module around it."""
+    """Whether a numbered module made ``node``, or a module inside one: a graph that begins inside
+    a layer knows no outer modules."""
     stack = node.meta.get("nn_module_stack") or {}
     return any(_INSIDE.search(plain_path(where)) for where, _ in stack.values())
 
@@ -98,7 +98,7 @@ def split_layer(path: str, nodes: Sequence[fx.Node]) -> Layer:
 
 
 def has_work(nodes: Iterable[fx.Node]) -> bool:
-    """Whether fusing these is worth a call: a product with something around it, or a few ops."""
+    """Whether fusing these ops is worth a call: a product and some other op, or a few ops."""
     work = [n for n in nodes if is_tensor(n) and not is_view(n)]
     return len(work) > 2 or (len(work) == 2 and any(map(is_product, work)))
 
@@ -109,8 +109,8 @@ def is_product(node: fx.Node) -> bool:
 
 
 def is_weight(node: fx.Node) -> bool:
-    """Whether ``node`` is a weight, a bias or an adapter's part, which live anyway: an input, or a
-    constant, of so few dims."""
+    """Whether ``node`` is a weight, a bias or an adapter's factor, which are kept anyway: an input
+    or a constant of as few dims."""
     val = tensor_val(node)
     return node.op in ("placeholder", "get_attr") and val is not None and val.dim() <= 2
 
@@ -119,9 +119,11 @@ def is_weight(node: fx.Node) -> bool:
 def _stages(
     nodes: Sequence[fx.Node],
 ) -> tuple[dict[fx.Node, int], dict[fx.Node, str], set[fx.Node]]:
-    """Stage 0 is what needs no barrier's result, stage 1 what needs one of stage 0, and so on: so a
-    part never depends on itself through a barrier, whatever the order of the nodes. Then the
-    barriers, each with its reason, and these with the elements of their results."""
+    """Nodes by stage; the barriers, each with its reason; the barriers with their results'
+    elements.
+
+    Stage 0 needs no barrier's result, stage 1 needs those of barriers after stage 0, and so on. So
+    a part never depends on itself through a barrier, whatever the order of the nodes."""
     stages: dict[fx.Node, int] = {}
     barriers: dict[fx.Node, str] = {}
     blocked: set[fx.Node] = set()
@@ -151,7 +153,7 @@ def _stages(
 
 
 def _is_count(node: fx.Node) -> bool:
-    """Whether it is a number, such as how many rows were chosen; a part never holds one."""
+    """Whether it is a number, such as how many rows were selected, which no part may hold."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool))
 
 

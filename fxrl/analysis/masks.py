@@ -1,14 +1,14 @@
-"""An attention mask as an expression over vectors: where it stops being a square.
+"""Write an attention mask as an expression over vectors, which are read by broadcasting.
 
     %doc  = index(%ids, ...)               [B, 1, T, 1]     a vector: one entry for each query
     %same = eq(%doc, %doc_of_keys)         [B, 1, T, T]     a square: one for each pair
     %mask = bitwise_and(%le, %same)        [B, 1, T, T]
 
-However a library spells its mask, its values for pairs come from ops that look at one pair at a
-time, and those read vectors by broadcasting. So the shapes alone tell the frontier: going up from
-the mask, a value with a dim for queries and one for keys must be made elementwise or be the same
-values in another shape; one that lacks either is a vector, whatever it was computed by. Indices,
-where the graph proves them (``analysis.attention.known``), need no vector.
+However a library spells its mask, ops on squares look at one pair at a time, and they read vectors
+by broadcasting. So shapes tell where to stop: going up from the mask, a value with a dim for
+queries and one for keys must be computed elementwise or be a view; a value that lacks either is a
+vector, however it was computed. Indices that the graph proves (``analysis.attention.known``) need
+no vector.
 
     FactoredMask("bitwise_and(le(key, query), eq(v0, v1))", (doc, doc_of_keys))
 """
@@ -181,7 +181,7 @@ def _moved(index: str, offset: int) -> str:
 
 
 def _without_common_offset(left: str, right: str) -> list[str]:
-    """``le(add(key, 7), add(query, 7))`` says ``le(key, query)``."""
+    """``le(key, query)`` for ``le(add(key, 7), add(query, 7))``."""
     first, second = map(_MOVED.fullmatch, (left, right))
     same = first is not None and second is not None and first[2] == second[2]
     return [first[1], second[1]] if same else [left, right]  # type: ignore[index]
@@ -200,7 +200,7 @@ def _all(factors: Sequence[str]) -> str:
 
 # ---------------------------------------------------------------------------- the same values
 def _through(node: fx.Node, axes: Axes) -> tuple[fx.Node, Axes] | None:
-    """The value of which ``node`` shows the same entries, and how that lies; None for others."""
+    """The value that ``node`` is a view or a copy of, and that value's dims; None for other ops."""
     source: Any = node.args[0] if node.args else None
     if not is_tensor(source):
         return None

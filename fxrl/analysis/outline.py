@@ -39,7 +39,7 @@ from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
-#: fxrl's ops that are kernels like others, with a backward of their own kind.
+#: fxrl's ops that may be in a region like any kernel, each with a backward of its own.
 _KERNELS = (
     "fxrl.masked_attention.default",
     "fxrl.mask_blocks.default",
@@ -81,8 +81,8 @@ def illegal(node: fx.Node) -> str | None:
 
 
 def _takes_rows(node: fx.Node) -> bool:
-    """Whether a call indexes by numbers alone, so that sizes say how much it gives: ``x[order]``,
-    and not ``x[x > 0]``."""
+    """Whether a call indexes by numbers, so that the result's size is that of the index:
+    ``x[order]``, and not ``x[x > 0]``."""
     if not is_call(node, aten.index.Tensor):
         return False
     vals = [tensor_val(as_node(at)) for at in cast(list[Any], node.args[1]) if at is not None]
@@ -136,7 +136,8 @@ def outline(
 def computes(node: fx.Node) -> bool:
     """Whether the node is a tensor computation (and no input, constant, size or check).
 
-    ``lift_fresh_copy`` is a constant: what traces the graph again takes a real tensor there alone.
+    ``lift_fresh_copy`` is a constant: when the graph is traced again, only this op may read a real
+    tensor.
     """
     if node.op != "call_function" or "assert" in str(node.target):
         return False
@@ -173,7 +174,7 @@ def _example(node: fx.Node) -> torch.Tensor | None:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Those of its values; to read a size does not count."""
+    """The nodes that read its values, and not just a size."""
     return (user for user in node.users if not _is_size(user))
 
 

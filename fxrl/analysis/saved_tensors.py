@@ -1,8 +1,8 @@
-"""What autograd keeps of a part of a graph op by op, and what a region of it keeps, in bytes.
+"""Bytes that autograd keeps for a part of a graph run op by op, and bytes that a region keeps.
 
-A prediction from the graph alone. Eager: the operands and results that each op's derivative reads.
-Region: operands of matrix products, and what elementwise derivatives read only where it cannot be
-computed again from something smaller that is kept anyway.
+Predicted from the graph alone. Op by op: the operands and results that each op's derivative reads.
+As a region: operands of matrix products, and of what elementwise derivatives read only values that
+cannot be computed again from something smaller that is kept anyway.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read_later(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def predict_saved(nodes: Sequence[fx.Node]) -> int:
-    """Bytes that a region of these nodes keeps less than autograd does op by op."""
+    """By how many bytes less a region of these nodes keeps than autograd does op by op."""
     eager = _kept_op_by_op(nodes)
     return max(0, _bytes(eager) - _bytes(_kept_for_products(nodes, eager)))
 
@@ -112,7 +112,7 @@ class Kept:
 def kept_by(region: Region) -> Kept:
     """The values that a region keeps under its cut.
 
-    The partitioner finds the ``fewest`` bytes; here those for the products stand for them.
+    The cut "fewest" is estimated by what the products need.
     """
     cut = "inputs" if region.again == "forward" else region.cut  # what is more, it makes later
     return _kept(region.forward, region.trained, cut)
@@ -159,8 +159,8 @@ def _bytes(values: Iterable[fx.Node]) -> int:
 
 
 def _sources(value: fx.Node, inside: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
-    """The values that ``value`` can be computed again from: kept ones, products and inputs; perhaps
-    only itself."""
+    """What ``value`` can be computed again from: kept values, products and inputs; maybe only
+    itself."""
 
     def is_source(node: fx.Node) -> bool:
         return node in kept or node not in inside or is_product(node)

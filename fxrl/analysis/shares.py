@@ -1,11 +1,12 @@
-"""Which dim of a value is shared out, op by op, and how an op is computed in parts.
+"""Which dim of each value is split into parts, and how each op is computed part by part.
 
     tokens   ids [B, T] -> embedding [B, T, H] -> view [B * T, H] -> ...   ranks have tokens each
     heads    mm [N, heads * D] -> view [B, T, heads, D] -> transpose ...   groups have heads each
 
-A slice of what is shared out moves nothing: it says what the first entry is for, and how many there
-are. How an op treats rows is told once, by the table of ``analysis.rows``; here is what each of its
-kinds does to the one dim that counts what is shared.
+*Shared out* means that each rank (or group) holds a part of a value's entries. A slice along the
+shared dim moves no data: a ``Share`` says which token or head its first entry is for, and how many
+there are. How ops treat rows is told by the table of ``analysis.rows``; here is what each kind of
+op does to the shared dim.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Share(ABC):
-    """The part of a value that one of several has: a rank its tokens, a group its heads."""
+    """How a value is split: its dim of tokens among ranks, or its dim of heads among groups."""
 
     one: ClassVar[str]  # what is shared out
     whole: ClassVar[str]  # what all of them make
@@ -117,8 +118,8 @@ class SharedGraph:
 def follow(
     into: SharedGraph, node: fx.Node, step: Callable[[fx.Node, list[fx.Node]], Step]
 ) -> None:
-    """Note how a node that reads shared values is computed, as ``step(node, those)`` says; a size
-    is still that of the whole."""
+    """Record how a node that reads shared values is computed, as ``step(node, those)`` says. A size
+    that is read stays the size of the whole."""
     reads = [arg for arg in node.all_input_nodes if into.shares.get(arg) is not None]
     if not reads or is_call(node, aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default):
         return
@@ -131,8 +132,7 @@ def follow(
 
 
 def step_of(into: SharedGraph, node: fx.Node) -> Step:
-    """The way in which an op that reads shared values is computed in parts; a Refusal where it is
-    none that keeps the parts apart."""
+    """How an op that reads shared values is computed in parts; a Refusal if it mixes parts."""
     if is_piecewise_product(node):
         return _quantized_product(into, node)
     target: Any = node.target
@@ -177,8 +177,8 @@ def _apart(node: fx.Node, share: Share, dims: Sequence[int]) -> None:
 def _aligned(into: SharedGraph, node: fx.Node, places: Mapping[fx.Node, int]) -> Step:
     """A result with the dims of its operands, each so many dims further to the right.
 
-    What is shared has its parts at one place; of the rest a part is read, or all of it where it
-    has one entry for all parts.
+    Shared operands must be split in the same place; of whole operands a part is read, or all if
+    there is one entry for all parts.
     """
     found = {arg: s for arg in places if (s := into.share(arg)) is not None}
     at = {share.dim + places[arg] for arg, share in found.items()}
@@ -245,7 +245,7 @@ def _layer_norm(into: SharedGraph, node: fx.Node) -> Step:
 
 
 def _product(into: SharedGraph, node: fx.Node) -> Step:
-    """``mm``, ``addmm``, ``bmm``, ``mv``: a dim that is summed over counts nothing shared."""
+    """``mm``, ``addmm``, ``bmm``, ``mv``: the dim that is summed over must not be shared."""
     given = bound(node)
     summand = given["self"] if "mat1" in given else None
     left = given["self" if summand is None else "mat1"]
@@ -271,15 +271,14 @@ def _product(into: SharedGraph, node: fx.Node) -> Step:
 
 
 def _quantized_product(into: SharedGraph, node: fx.Node) -> Step:
-    """Rows [M, K] by a frozen weight in 8 or 4 bits, or of which ranks have parts."""
+    """Rows [M, K] by a frozen weight in 8 or 4 bits, or one that is sharded among ranks."""
     share = _of(into, node.args[0])
     _apart(node, share, [1])
     return Step(share)
 
 
 def _picked(into: SharedGraph, node: fx.Node) -> Step:
-    """``gather`` and ``scatter``: operands with the same dims, along one that counts nothing
-    shared."""
+    """``gather`` and ``scatter``: operands with the same dims, along one that is not shared."""
     given = bound(node)
     operands = [*filter(is_tensor, node.all_input_nodes)]
     step = _aligned(into, node, dict.fromkeys(operands, 0))
@@ -302,7 +301,7 @@ def _index(into: SharedGraph, node: fx.Node) -> Step:
 
 # ---------------------------------------------------------------------------- dims and shapes
 def _view(into: SharedGraph, node: fx.Node) -> Step:
-    """The result's dim with the same entries ahead of what is shared and behind it."""
+    """The share of a view: its dim with as many entries before and after what is shared."""
     source: Any = node.args[0]
     share, before = _of(into, source), shape_of(source)
     after = shape_of(node)
@@ -374,7 +373,7 @@ def _select(into: SharedGraph, node: fx.Node) -> Step:
 
 
 def _split(into: SharedGraph, node: fx.Node) -> Step:
-    """``split`` and, where the dim goes, ``unbind``."""
+    """``split``, and ``unbind``, which removes the dim."""
     share, (dim,) = _along(into, node)
     _apart(node, share, [dim])
     if is_call(node, aten.unbind.int):

@@ -1,10 +1,10 @@
-"""The ops of each layer of a captured graph, regions and what runs op by op around them.
+"""The ops of each layer of a captured graph: its regions, and what runs op by op between them.
 
     [..., region of layer 0, ops, region of layer 0, ops, region of layer 1, ...]
           |---------- layer 0 -----------------------|    |------- layer 1 ...
 
-A layer that several forwards of a loss run has a stretch in each. Behind the last layer of a
-forward, what belongs to it is what stands behind layers like it, too.
+A layer that several forwards of a loss run has a stretch in each. Of the ops behind the last layer
+of a forward, those belong to it that equal layers have behind them, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Stretch:
     layer: str  # its name
     calls: tuple[fx.Node, ...]  # its regions, in order
     nodes: tuple[fx.Node, ...]  # its ops, in order
-    # Of the values made ahead those that are its own: no op behind it reads them, nor does one
-    # ahead of it but of the layer that made them.
+    # Values made before it that only it needs: no later op reads them, and of the earlier ones only
+    # those of the layer that made them.
     given: frozenset[fx.Node]
 
 

@@ -3,11 +3,11 @@
     ids [B, T] -> embedding [B, T, H] -> view [B * T, H] -> ... -> logits[:, :-1] -> logp [B, T - 1]
     dim   1                 1                 0                       1                 1
 
-What is made token by token can be made by ranks that hold some tokens each. A slice of tokens moves
-nothing then: it says which token the first entry is for, and how many there are. Attention is a
-place of its own kind; what other ops do is told by ``analysis.shares``. Whatever else mixes tokens
-reads them gathered where they are a few numbers each (a loss does, of log-probabilities), and is a
-refusal where they are more.
+What is computed token by token can be computed by ranks that hold some of the tokens each. A slice
+of tokens moves no data: a ``Share`` says which token its first entry is for, and how many there
+are. Attention has its own rule; ``analysis.shares`` has those of other ops. Any other op that mixes
+tokens reads them gathered if they are a few numbers each (a loss reads log-probabilities), and is a
+refusal if they are more.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def attention_calls(found: SharedGraph) -> list[fx.Node]:
 
 
 def _seeds(graph: fx.Graph) -> set[fx.Node]:
-    """Embeddings of ids in rows, and of as many positions; where there are none, of one row."""
+    """The embeddings of ids [B, T] and of as many positions; without any, those of ids [T]."""
     calls = [node for node in graph.nodes if is_embedding(node)]
     rows = [call for call in calls if len(shape_of(_ids(call))) > 1]
     tokens = [shape_of(_ids(call))[-1] for call in rows]
@@ -130,9 +130,9 @@ class _Walk:
             return self._gathered(into, node, reads, refusal)
         return step
 
-    # NOTE [Why narrow values meet whole ones as a whole]: a rank has places without an entry, where
-    # the copy of one stands, and log-probabilities of one token beside another's of the last policy
-    # may have a ratio of inf, whose gradient is zero times inf. Gathered, each meets its own.
+    # NOTE [Why narrow values meet whole ones as a whole]: a rank pads its part with copies of an
+    # entry. There a log-probability would meet the old policy's for another token; their ratio may
+    # be inf, and its gradient zero times inf. Gathered, each meets its own.
     def _gathered(
         self, into: SharedGraph, node: fx.Node, reads: list[fx.Node], refusal: Refusal
     ) -> Step:
@@ -149,7 +149,7 @@ class _Walk:
         return is_tensor(node) and numel_hint(node) <= numbers * self._tokens
 
     def _apart(self, into: SharedGraph, node: fx.Node) -> Step:
-        """As each rank computes it of its own tokens."""
+        """The node computed by each rank from its own tokens."""
         if node.op == "output":
             cure = "return what is computed from them, a few numbers for each token"
             raise Refusal("values as wide as this leave the traced code", cure)
@@ -198,7 +198,7 @@ def _seed(node: fx.Node) -> Step:
 
 # ---------------------------------------------------------------------------- attention
 def _attention(into: SharedGraph, node: fx.Node, ranks: int) -> Step:
-    """All tokens of queries, keys and values [B, heads, T, D]; ranks share the heads meanwhile."""
+    """Attention: for all tokens of queries, keys and values [B, heads, T, D], by heads per rank."""
     options = options_of(node)
     operands: Any = node.args[:3]
     shares = [into.share(arg) for arg in operands]

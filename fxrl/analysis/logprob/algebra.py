@@ -1,4 +1,4 @@
-"""Recognise log-probabilities, entropies and their kin, however they are written.
+"""Recognise log-probabilities, entropies and similar statistics, however they are written.
 
 ``LogprobAlgebra.narrow`` rewrites a narrow row expression (one number per token) over the
 vocabulary into one over the statistics of ``fxrl::linear_logprob``. It knows algebra, not idioms:
@@ -228,7 +228,7 @@ class LogprobAlgebra:
         return self.pool.call(aten.reshape.default, expr, (-1,))
 
     def is_single(self, expr: RowExpr) -> bool:
-        """Whether a narrow expression surely has one entry per row: all it is made of has."""
+        """Whether a narrow expression certainly has one entry per row, as all its operands have."""
         if expr.leaf is not None:
             if expr.leaf.tiled:
                 return math.prod(expr.leaf.local_sizes) == 1
@@ -251,8 +251,8 @@ class LogprobAlgebra:
         return bool(parts) and all(self.one_per_row(part) for part in parts)
 
     def aim(self, ids: RowExpr) -> None:
-        """Take ``ids`` for those whose log-prob is taken. Raises ``Refusal`` if these are others;
-        they may differ outside of the vocabulary, as labels do that a loss ignores."""
+        """Note that ``ids`` are those whose log-prob is taken. Raises ``Refusal`` if others were
+        noted; they may differ outside of the vocabulary, as labels do that a loss ignores."""
         while ids.target is aten.reshape.default:
             ids = ids.args[0]
         if self.target is not None and agree(self.target, ids, self.vocab, picked=self.picked):
@@ -434,7 +434,7 @@ def _shifted(
 
 
 def _is_vocab_vector(algebra: LogprobAlgebra, expr: RowExpr) -> bool:
-    """Whether every row reads the same ``[V]`` numbers, whatever dims of size 1 they have."""
+    """Whether every row reads the same ``[V]`` numbers; dims of size 1 do not matter."""
     if expr.target is aten.reshape.default:
         expr = expr.args[0]
     if expr.leaf is None or expr.leaf.tiled:

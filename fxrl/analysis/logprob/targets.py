@@ -4,12 +4,13 @@
     %safe = where(ne(%labels, -100), %labels, 0)     what a cross entropy picks
     %hit  = eq(argmax(%logits), %labels)             a metric beside it
 
-One head serves both. No spelling is known: ids that are computed entry by entry, from one list and
-constants, are a function of one whole number, and two of them are compared at each that counts.
+One head serves both. No spelling is looked for: ids that are computed entry by entry from one list
+and constants are a function of an integer, and two such functions are compared at all integers that
+matter.
 
-NOTE [Why a span of numbers proves it]: comparisons, choices, clamps and sums with constants make
-functions that are straight lines outside of the sum of their constants' sizes, so further out they
-are constant, or outside of the vocabulary.
+NOTE [Why a range of integers proves it]: comparisons, choices, clamps and sums with constants make
+functions that are straight lines beyond the sum of their constants' absolute values. So further out
+they are constant, or outside of the vocabulary.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class _Ids:
 
 
 def agree(target: RowExpr, ids: RowExpr, vocab: int, *, picked: bool) -> bool:
-    """Whether ``target`` equals ``ids`` in each row where these are in the vocabulary; if it is
-    ``picked``, it is in the vocabulary itself."""
+    """Whether ``target`` equals ``ids`` in each row whose id is in the vocabulary. A ``picked``
+    target is itself known to be in the vocabulary."""
     values = _compared(target, ids, vocab)
     if values is None:
         return False
@@ -90,7 +91,7 @@ def equal(target: RowExpr, ids: RowExpr, vocab: int) -> bool:
 
 
 def _compared(left: RowExpr, right: RowExpr, vocab: int) -> tuple[Tensor, Tensor] | None:
-    """Both as functions of all numbers that count; None where they are none of one list."""
+    """Both as values at all integers that matter; None if they are not functions of one list."""
     one, other = _read(left), _read(right)
     span = 2 * (vocab + one.reach + other.reach)
     if not _of_one_list(one, other) or span > _WIDEST:
@@ -106,7 +107,7 @@ def _of_one_list(one: _Ids, other: _Ids) -> bool:
 
 
 def _read(ids: Any) -> _Ids:
-    """What ``ids`` are of the list that they come from; at least they are themselves."""
+    """``ids`` as a function of the list that they are computed from, which may be themselves."""
     if isinstance(ids, (bool, int)):
         return _Ids(None, "", abs(ids), lambda _: ids)
     if isinstance(ids, RowExpr):
@@ -134,7 +135,7 @@ def _read_rows(ids: RowExpr) -> _Ids:
 
 
 def _applied(call: Any, args: Any, kwargs: Any) -> _Ids | None:
-    """A call on functions of one list; None where there are several."""
+    """The result of a call on functions of one list; None if they are of several lists."""
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     known = [_read(one) if isinstance(one, (bool, int, fx.Node, RowExpr)) else None for one in flat]
     lists = [one for one in known if one is not None and one.source is not None]
@@ -154,7 +155,7 @@ def _applied(call: Any, args: Any, kwargs: Any) -> _Ids | None:
 
 
 def _value(place: Any, value: Any) -> Any:
-    """A constant of the graph is a tensor where it is read."""
+    """An argument; a constant of the graph as its tensor."""
     return torch.as_tensor(value, device="cpu") if isinstance(place, fx.Node) else value
 
 
@@ -167,7 +168,7 @@ def _is_entrywise(node: fx.Node) -> bool:
 
 
 def _is_masked(node: fx.Node) -> bool:
-    """Whether an indexed write is a choice: by one mask of all entries, and of one value."""
+    """Whether an indexed write sets one value where a mask of all entries says."""
     given = bound(node)
     masks = given["indices"]
     mask = tensor_val(masks[0]) if len(masks) == 1 else None

@@ -67,7 +67,7 @@ def pointwise(rules: RowRules, node: fx.Node) -> RowValue:
 
 
 def elementwise_loss(rules: RowRules, node: fx.Node) -> RowValue:
-    """Losses of pairs: pointwise when they reduce nothing."""
+    """Elementwise losses (``mse_loss``), which are pointwise if they reduce nothing."""
     if shape_of(node) == () and any(shape_of(arg) for arg in node.all_input_nodes):
         raise Refusal(
             f"{op_name(node)} reduces over tokens and vocabulary at once",
@@ -77,7 +77,7 @@ def elementwise_loss(rules: RowRules, node: fx.Node) -> RowValue:
 
 
 def log_sigmoid(rules: RowRules, node: fx.Node) -> tuple[RowValue, ...]:
-    """Its second output is a buffer for the backward alone, which no user code can read."""
+    """The first output; the second is a buffer for the backward, which no user code can read."""
     value = sole_row(rules, node)
     expr = rules.pool.call(aten.log_sigmoid.default, value.expr)
     return (RowValue(expr, value.tags, value.sizes),)
@@ -194,17 +194,17 @@ _SPREADS = (aten.var.correction, aten.std.correction)
 
 
 def is_trained(node: fx.Node) -> bool:
-    """Whether a gradient may come back to a value; not where all that reads it detaches, as under
-    ``no_grad``, or makes a number of it, as ``item`` does."""
+    """Whether a value may get a gradient: not if every reader detaches it (``no_grad``) or reads it
+    as a Python number (``item``)."""
     ends = aten.detach.default, aten._local_scalar_dense.default
     return needs_grad(node) and not all(is_call(user, *ends) for user in node.users)
 
 
 def in_two_steps(rules: RowRules, node: fx.Node) -> tuple[RowValue, SecondStep] | None:
-    """A reduction over vocabulary and tokens: per token, with all dims kept, and what remains.
+    """A reduction over vocabulary and tokens as one per token, with all dims kept, and the rest.
 
-    None where it is none. All that attain a maximum share its gradient, which no token knows of
-    the others, so one that is trained is none either.
+    None for other reductions, and for a maximum that is trained: all entries that attain it share
+    its gradient, and no token knows how many others there are.
     """
     value = rules.row(node.args[0]) if node.args else None
     if node.target not in _STEPS or value is None or not value.wide:
@@ -235,7 +235,7 @@ def in_two_steps(rules: RowRules, node: fx.Node) -> tuple[RowValue, SecondStep] 
 
 
 def _again(node: fx.Node, builder: Builder, first: fx.Node) -> fx.Node:
-    """The reduction itself, of what is left of its operand."""
+    """The rest of a reduction: the same op over the per-token results."""
     node.update_arg(0, first)
     return node
 
@@ -298,7 +298,7 @@ def matrix_product(rules: RowRules, node: fx.Node) -> RowValue:
 
 
 def _of_quantized(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
-    """The product; what is in FP8 on both sides quantises its rows where it multiplies them."""
+    """Rows times a quantised weight; a product in FP8 quantises its rows inside the region."""
     if str(node.target) != FP8_LINEAR:
         given: Any = node.args[1]
         parts = tuple(rules.pool.leaf(Leaf(part)) for part in given)

@@ -48,15 +48,15 @@ def row_bytes(site: HeadSite) -> int:
 def made_in_forward(
     body: fx.GraphModule, inputs: Sequence[InputSpec], outputs: Sequence[RowOutput]
 ) -> bool:
-    """Whether a tile's forward can make the gradients that its backward will only scale (see
-    ``fxrl.ops.region.tiles.new_vectors``), and runs fewer products so.
+    """Whether a tile's forward can make gradients that its backward only scales (see
+    ``fxrl.ops.region.tiles.new_vectors``), and this takes fewer products.
 
-    It can where rows alone are trained, each output that is differentiated has one number per row,
-    and no gradient is the user's own: those need not be linear in what comes in. With K such
-    outputs, P products and D products of gradients, that is P + K D products and not 2 P + D.
+    It can if only rows are trained, each differentiated output has one number per row, and no
+    gradient is the user's own, for those need not be linear in the incoming gradient. With K such
+    outputs, P products and D products of gradients, that is P + K D products instead of 2 P + D.
 
-    NOTE [Why not in float16]: a ``GradScaler`` multiplies the loss by 2^16 so that a tile's small
-    gradients survive. What comes in is not known yet, and vectors would lose them.
+    NOTE [Why not in float16]: a ``GradScaler`` multiplies the loss by 2^16 so that small gradients
+    survive. In the forward the incoming gradient is not known yet, so they would be lost.
     """
     nodes = list(body.graph.nodes)
     trained = [spec for spec in inputs if spec.needs_grad]

@@ -72,7 +72,7 @@ class RowEmitter:
         self._counted: dict[str, tuple[fx.Node, int]] = {}
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        """A call that is made once however often it is asked for."""
+        """A call, made once; asked for again, the same node is returned."""
         key = (target, str(args), *(id(a) for a in args if isinstance(a, fx.Node)))
         if key not in self._made:
             self._made[key] = self.builder.call(target, *args)
@@ -190,14 +190,14 @@ class RowEmitter:
         return made
 
     def _made_call(self, target: Any, args: tuple[Any, ...], shape: tuple[Any, ...]) -> fx.Node:
-        """A call of which the graph has symbols for sizes that its op would name anew."""
+        """A call for whose data-dependent sizes the graph has symbols already."""
         made = self.builder.graph.call_function(target, args)
         made.meta["val"] = val_of(args[0]).new_empty(shape)
         return made
 
     def count_rows(self, wide: Iterable[fx.Node]) -> None:
-        """Read sizes off the graph's inputs, and counts of selected rows off what feeds the
-        program, no longer off ``wide`` values: a size that is read would keep all logits alive."""
+        """Read sizes from the graph's inputs, and counts of selected rows from what feeds the
+        program, instead of from ``wide`` values: reading a size would keep all logits alive."""
         users = dict.fromkeys(user for value in wide for user in value.users)
         for reader in [user for user in users if is_call(user, aten.sym_size.int)]:
             size = reader.meta["val"]
@@ -210,7 +210,7 @@ class RowEmitter:
 
     # -- the way out
     def check_restorable(self, values: Iterable[RowValue]) -> None:
-        """Refuse now what ``restore`` would refuse later, with the graph half rewritten."""
+        """Refuse now what ``restore`` would refuse when the graph is half rewritten."""
         for value in values:
             if value.token_sizes:
                 self.shape(value.token_sizes, [])

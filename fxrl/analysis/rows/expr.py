@@ -1,7 +1,7 @@
 """Row expressions: what one token's row computes, free of batch, length and layout.
 
-A value of the graph that depends on the LM head is *row-local* when its entry for one token
-depends on that token's hidden row alone. Such a value is a pair of
+A value that depends on the LM head is *row-local* if its entries for a token depend on that token's
+hidden row only. Such a value is a pair of
 
 * a ``RowExpr``: an expression over ``[n, local dims...]`` tensors (n rows, any rows), and
 * tags, one per dim of the graph value: ``"t"`` a token dim, ``"v"`` a vocabulary-sized local dim,
@@ -12,9 +12,9 @@ pushed to its leaves as ``RowStep`` and become ops on the small inputs, above th
 that nobody reads are never projected. A write into some of the rows stands in the expression
 (``PATCHED``) until a selection of just these rows takes what was written.
 
-NOTE [Why hash-consing]: ``logits[:, :-1]`` written twice must be one value, and a loss over the
-same rows must find itself in one region. Interning makes equal expressions one object, so
-identity is equality and the emitted body shares every subexpression.
+NOTE [Why hash-consing]: ``logits[:, :-1]`` written twice must be one value, so that everything over
+these rows ends up in one region. Interning makes equal expressions one object: they are compared by
+identity, and the emitted body shares every subexpression.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RowStep:
     result: tuple[Any, ...]  # sizes of the token dims afterwards
 
     def takes(self, kind: str) -> bool:
-        """Whether it, or a step of the parts that it joins, is of this kind."""
+        """Whether it is a step of this kind, or joins parts with one."""
         parts = self.args[1] if self.kind in ("cat", "stack") else ()
         return self.kind == kind or any(step.takes(kind) for chain, _ in parts for step in chain)
 
@@ -226,8 +226,8 @@ class ExprPool:
 
 
 def _moved(leaf: Leaf, step: RowStep) -> Leaf:
-    """``leaf`` with one step more: any rows of zeros are zeros, an entry of a stack is that part,
-    and a write takes rows of any number."""
+    """``leaf`` with one more step. Zeros stay zeros under any step, selecting an entry of a stack
+    gives that part, and a write takes rows of any number."""
     before = leaf.steps[-1] if leaf.steps else None
     if step.kind == "zeros":
         return replace(leaf, steps=(replace(step, sizes=leaf.token_sizes or ()),))
@@ -252,7 +252,7 @@ def _takes_entry(step: RowStep, stack: RowStep) -> bool:
 def _beside(
     parts: list[Leaf | None], kind: str, dim: int, sizes: tuple[Any, ...], left: Any
 ) -> Leaf:
-    """One leaf of all rows of some of one tensor; what they have in common is selected once."""
+    """One leaf for the joined rows of several leaves of one tensor; common steps come first."""
     first = parts[0]
     alike = {_key(replace(leaf, steps=())) if leaf is not None else None for leaf in parts}
     if first is None or len(alike) > 1:

@@ -2,9 +2,9 @@
 
     %values = with_gradient(@backward, %logits, %plain_values, what was saved)
 
-The values are rows already. ``@backward`` is read by the rules of rows, too, with the gradients of
-the values and what was saved as its rows, and has to give the gradient of each input row by row. As
-a graph of rows it becomes a part of the row program.
+The values are rows already. The row rules are applied to ``@backward``, too, with the gradients of
+the values and the saved values as its rows; it must give each input's gradient row by row. It then
+becomes a part of the row program.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SHARED, _NUMBER = "shared", "number"
 
 
 def _saved(rules: RowRules, one: Any, tokens: tuple[Size, ...]) -> tuple[Any, Any]:
-    """What the backward sees of a saved value, and where a row program reads it."""
+    """What a saved value is to the backward, and where the row program reads it."""
     if not is_tensor(one):
         return _NUMBER, None
     if (row := rules.row(one)) is None:

@@ -1,7 +1,7 @@
 """Finding the loss heads: the matmuls whose vocabulary-sized results only feed the loss.
 
-A head is told from other widening matmuls (an MLP's up-projection, a LoRA factor) by what comes
-after it: nothing of the model does. No name, config or module class is consulted.
+A head differs from other widening matmuls (an MLP's up-projection, a LoRA factor) in that no layer
+of the model comes after it. No name, config or module class is consulted.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
 
     A widening product is a head when no other layer comes after it (later products may only keep
     the width, such as a learned adapter on the logits, and an autograd.Function may be the loss),
-    or when a softmax, gather, argmax or sort reads it through elementwise and layout ops alone. In
-    a layer of a graph that holds a part of the loss only the latter tells: the rest of the layer
-    may come in another graph.
+    or when a softmax, gather, argmax or sort reads it through elementwise and layout ops only. In a
+    layer of a graph that holds a part of the loss only the latter counts: the rest of the layer may
+    be in another graph.
     """
     is_part = IS_PART in getattr(graph.owning_module, "meta", {})
     products = [node for node in graph.nodes if _is_layer(node)]
@@ -85,7 +85,7 @@ def find_heads(graph: fx.Graph) -> list[fx.Node]:
 
 
 def narrow_heads(graph: fx.Graph) -> list[fx.Node]:
-    """What would be loss heads, had they more classes than features, or tokens."""
+    """Products that are like loss heads, but have fewer classes than features, or no tokens."""
     products = [node for node in graph.nodes if _is_layer(node)]
     after = _downstream(graph, products)
     return [
@@ -186,14 +186,15 @@ def _downstream(graph: fx.Graph, products: list[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _from_activations(node: fx.Node) -> bool:
-    """Whether the "weight" is computed from what the rows are (keys against queries)."""
+    """Whether the "weight" is computed from what the rows are computed from (keys and queries)."""
     rows, weight, _ = factors(node)
     mine = {n for n in ancestors([weight]) if n.op == "call_function"}
     return bool(mine & {n for n in ancestors([rows]) if n.op == "call_function"})
 
 
 def _of_weights(node: fx.Node) -> bool:
-    """Whether the rows are no tokens: computed from weights alone, as what weighs an adapter is."""
+    """Whether the rows are no tokens but computed from weights alone, such as an adapter's
+    scale."""
     read = ancestors([factors(node)[0]])
     inputs = [n for n in read if n.op in ("placeholder", "get_attr") and is_tensor(n)]
     return bool(inputs) and all(

@@ -3,9 +3,9 @@
     stack([%logits[0:7], cat([%logits[7:12], zeros])])
     buffer[0, :7] = %logits[0:7]; buffer[1, :5] = %logits[7:12]
 
-Rows of one computation stand side by side as the rows that it reads do, so a join moves down to the
-hidden states as every other selection does. The rows of constants beside them are *blank*: those
-that hidden states of zeros have, where the computation keeps zeros, or else a mask tells them.
+Rows of one computation are joined by joining the hidden states that they are computed from, so a
+join moves down to these like any selection. Rows of constants among them are *blank*: they are
+computed from hidden states of zeros, if that gives the constant, or else set by a mask.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _side_by_side(
     tags: tuple[Tag, ...],
     parts: list[tuple[RowExpr, tuple[Size, ...]]],
 ) -> RowValue:
-    """``node``, whose dim ``dim`` holds parts, each with the sizes of its token dims: one after the
-    other, or each as an entry where the parts lack this dim."""
+    """``node`` as parts joined in its dim ``dim``, each with the sizes of its token dims: ``cat``,
+    or ``stack`` if the parts lack this dim."""
     sizes = shape_of(node)
     left = RowValue(parts[0][0], tags, sizes).token_sizes
     kind = "cat" if len(parts[0][1]) == len(left) else "stack"
@@ -132,7 +132,7 @@ def _side_by_side(
 
 
 def _zeros(rules: RowRules, row: RowValue, tokens: tuple[Size, ...]) -> RowExpr:
-    """What ``row`` computes of hidden states of zeros, for so many tokens."""
+    """What ``row`` computes from hidden states of zeros, for this many tokens."""
     return rules.pool.shift(row.expr, RowStep("zeros", (), row.token_sizes, tokens))
 
 
@@ -149,12 +149,12 @@ def _joined_with(rules: RowRules, item: fx.Node, row: RowValue, dim: int | None)
 
 
 # ---------------------------------------------------------------------------- blank rows
-#: What is zero where its first operand is.
+#: Ops that give zero if their first operand is zero.
 _KEEP_ZEROS = (
     *(aten.mm.default, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh.default),
     *(*RESHAPES, *COPIES),
 )
-#: What has finite values and gradients where its operands have.
+#: Ops that have finite values and gradients if their operands have.
 _FINITE = (
     *(*_KEEP_ZEROS, aten.addmm.default, aten.add.Tensor, aten.sub.Tensor),
     *(aten._log_softmax.default, aten._softmax.default, aten.masked_fill.Scalar, aten.where.self),
@@ -166,8 +166,8 @@ def _is_shared(expr: RowExpr) -> bool:
 
 
 def _blank(expr: RowExpr) -> Any:
-    """What an expression is for a row whose inputs are zeros, if it is one number and its gradient
-    finite; else None."""
+    """The number that an expression gives for a row whose inputs are zeros; None if it gives
+    several, or if its gradient there is not finite."""
     if expr.leaf is not None:
         return 0 if expr.leaf.tiled else None
     first, *rest = expr.operands()
@@ -191,8 +191,8 @@ def _is_finite(expr: RowExpr) -> bool:
 
 
 def _keeping(rules: RowRules, value: RowValue, fill: Any) -> RowValue | None:
-    """``value``, so computed that it is ``fill`` for a row whose inputs are zeros: by a mask, ones
-    that are moved as the rows are, where it is not by itself. None where that cannot be."""
+    """``value`` as a computation that gives ``fill`` for a row whose inputs are zeros: as it is, or
+    masked by a vector of ones that is moved as the rows are. None if neither is possible."""
     if fill is None or _blank(value.expr) == fill:
         return None if fill is None else value
     rows = next(part.leaf for part in leaves([value.expr]) if part.leaf and part.leaf.tiled)
@@ -245,7 +245,7 @@ def pad(rules: RowRules, node: fx.Node) -> Rows:
 def _between_blank(
     rules: RowRules, node: fx.Node, row: RowValue, dim: int, around: Sequence[Any]
 ) -> RowValue:
-    """Rows with so many blank ones before and behind them."""
+    """Rows with this many blank ones before and after them."""
     parts = [(row.expr, row.token_sizes)]
     for place, size in zip((0, 2), around, strict=True):
         if size != 0:

@@ -1,14 +1,14 @@
-"""What a rule of the row analysis works with: the rows of its operands, and values from outside.
+"""What the rules of the row analysis work with: their operands' rows, and values from outside.
 
-``RowRules.apply`` takes a node that reads at least one row value and returns what the node is as
-rows, or raises ``Refusal`` with the reason why it is none. Rules exist per kind of op, not per
-model or loss; ``analysis.RULES`` lists them all.
+``RowRules.apply`` takes a node that reads at least one row value and returns the node as rows, or
+raises ``Refusal`` with the reason why it cannot be. There is a rule for each kind of op, none for a
+model or a loss; ``analysis.RULES`` lists them all.
 
-A tensor that does not depend on the LM head meets row values by broadcasting. If no token dim of
-it counts, every row reads all of it (*shared*: a weight, a bias, a mask over the vocabulary). If
-it has the token dims, each row reads its part (*tiled*: targets, advantages). A tiled tensor that
-is itself vocabulary-sized would keep the memory the rewrite is to free, so its producers are
-*absorbed* where they are row-local: a one-hot, a constant, a teacher's probabilities.
+A tensor that does not depend on the LM head meets row values by broadcasting. If it has no token
+dims, every row reads all of it (*shared*: a weight, a bias, a mask over the vocabulary). If it has
+token dims, each row reads its part (*tiled*: targets, advantages). A tiled tensor that is itself
+vocabulary-sized would keep the memory that the rewrite should free, so if it is computed row by row
+it is computed inside the region (*absorbed*: a one-hot, a constant, a teacher's probabilities).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RowRules:
         return VOCAB if hint(size) >= self.wide else LOCAL
 
     def resized(self, tags: tuple[Tag, ...], sizes: tuple[Size, ...]) -> tuple[Tag, ...]:
-        """The tags of the same dims with other sizes, of which tokens stay tokens."""
+        """Tags for the same dims with other sizes; token dims stay token dims."""
         pairs = zip(tags, sizes, strict=True)
         return tuple(tag if tag == TOKEN else self.tag_of_size(size) for tag, size in pairs)
 
@@ -280,7 +280,7 @@ def _of_groups(
 def _row_operand(
     rules: RowRules, value: RowValue, tags: tuple[Tag, ...], sizes: tuple[Size, ...]
 ) -> RowExpr:
-    """Line a row value's local dims up with those of the result; its rows are the result's."""
+    """A row value with its local dims aligned to those of the result, which has the same rows."""
     rank = len(tags)
     local_at: dict[int, Size] = {}
     tokens = 0
@@ -300,7 +300,7 @@ def _row_operand(
 
 
 def one_per_row(rules: RowRules, expr: RowExpr, value: RowValue) -> RowExpr:
-    """A number for each row, so shaped that it broadcasts against the local dims of ``value``."""
+    """A number for each row, in a shape that broadcasts against the local dims of ``value``."""
     sizes = (-1, *(1,) * len(value.local_sizes))
     return rules.pool.call(aten.reshape.default, expr, sizes)
 
