@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -30,7 +29,6 @@ import fxrl.ops.fp8  # noqa: F401  # defines the op
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import RESHAPES, hint, is_call, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 from fxrl.passes.merge_adapter_products import (
     NARROW,
@@ -55,8 +53,8 @@ class SumWithScaled(Site):
 class AddAdapterProducts(Normalisation[SumWithScaled]):
     """One product where one in FP8 and one of low rank were added."""
 
-    name: ClassVar[str] = "add-adapter-products"
-    stage: ClassVar[Stage] = Stage.CLEAN
+    name = "add-adapter-products"
+    stage = Stage.CLEAN
 
     def match(self, gm: fx.GraphModule) -> Iterator[SumWithScaled]:
         for products in sums_of_products(gm.graph, _FP8, _MM):
@@ -65,7 +63,7 @@ class AddAdapterProducts(Normalisation[SumWithScaled]):
             if scaled and others:
                 yield SumWithScaled(scaled[0].node, 0, scaled, others)
 
-    def rewrite(self, gm: fx.GraphModule, site: SumWithScaled, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: SumWithScaled) -> Applied:
         scaled = [p for p in site.scaled if p.top is p.node or is_call(p.top, *RESHAPES)]
         scaled = [p for p in scaled if hint(shape_of(p.node)[1]) >= hint(shape_of(p.left)[1])]
         narrow = [p for p in site.others if hint(shape_of(p.left)[1]) <= NARROW]

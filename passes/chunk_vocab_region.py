@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar, final
+from typing import Any, Self, TypeVar, final
 
 import torch
 from torch import fx
@@ -107,8 +107,8 @@ class ChunkVocabRegion(HeadPass[HeadCluster]):
 
     save_vectors: bool = True  # make gradients in the forward where that spares products
 
-    name: ClassVar[str] = "chunk-vocab-region"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "chunk-vocab-region"
+    doc = PassDoc(
         "`lm_head` and any row-local PyTorch after it that ends without a vocabulary dim",
         "all but one tile of the logits and of everything computed from them",
         "frozen head, outputs of one number per row: one `[N, H]` vector for each that is "

@@ -4,9 +4,9 @@
 becomes
     %b = expand(_to_copy(%x), shape)    x in the dtype, the shape and the layout of a
 
-Tracing makes every in-place write functional. It spells an assignment as ``aten.copy``, the one such
-op that autograd cannot differentiate, since eager mode never runs it. All of ``%a`` is overwritten,
-so the result does not depend on its values. Writes into a part are ``slice_scatter``,
+Tracing makes every in-place write functional. It spells an assignment as ``aten.copy``, the one
+such op that autograd cannot differentiate, since eager mode never runs it. All of ``%a`` is
+overwritten, so the result does not depend on its values. Writes into a part are ``slice_scatter``,
 ``select_scatter`` or ``index_put`` of the copy, which have derivatives.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -23,7 +22,6 @@ from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import bound, equal_shapes, hint, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
@@ -33,8 +31,8 @@ aten = torch.ops.aten
 class DifferentiateCopies(Normalisation[Site]):
     """``copy(old, new)`` as ``new``, cast, expanded and laid out as ``old`` is."""
 
-    name: ClassVar[str] = "differentiate-copies"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "differentiate-copies"
+    doc = PassDoc(
         "`out[:, 1:] = logp`, `out[i] = x`, `out.copy_(x)` anywhere in the loss",
         "the copy, where dtype, shape and layout agree; what it stands in may be differentiated",
         "nothing",
@@ -46,7 +44,7 @@ class DifferentiateCopies(Normalisation[Site]):
             for node in graph.find_nodes(op="call_function", target=aten.copy.default):
                 yield Site(node, 0)
 
-    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Site) -> Applied:
         copy = site.anchor
         with Builder(copy.graph).before(copy) as builder:
             value = _written(builder, copy)

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from fxrl.ir.bodies import CHECKPOINT, body_of
 from fxrl.ir.graph import inputs_of, nbytes
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
-from fxrl.ir.plan import Choice
 
 
 @dataclass(frozen=True)
 class DropUnusedInputs(Normalisation[Site]):
     """Checkpointed calls keep what their bodies read."""
 
-    name: ClassVar[str] = "drop-unused-inputs"
-    stage: ClassVar[Stage] = Stage.CLEAN
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "drop-unused-inputs"
+    stage = Stage.CLEAN
+    doc = PassDoc(
         "a checkpointed call with an input that its body does not read any more",
         "that input's memory until the backward",
         "nothing",
@@ -36,7 +34,7 @@ class DropUnusedInputs(Normalisation[Site]):
             if body is not None and not all(n.users for n in inputs_of(body.graph)):
                 yield Site(call, 0)
 
-    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Site) -> Applied:
         call, body = site.anchor, body_of(gm, site.anchor)
         assert body is not None
         pairs = list(zip(inputs_of(body.graph), call.args[1:], strict=True))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +23,6 @@ from torch import fx
 from fxrl.ir.bodies import graphs_of
 from fxrl.ir.graph import RESHAPES, equal_shapes, is_call, is_tensor, shape_of, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Normalisation, PassDoc, Site, Stage
-from fxrl.ir.plan import Choice
 
 aten = torch.ops.aten
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -47,9 +46,9 @@ class EliminateNoops(Normalisation[Noop]):
 
     differentiated: bool = field(default=False, metadata=SETTLED)
 
-    name: ClassVar[str] = "eliminate-noops"
-    stage: ClassVar[Stage] = Stage.CLEAN
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "eliminate-noops"
+    stage = Stage.CLEAN
+    doc = PassDoc(
         "a view to the shape that a value has, a cast to a wider dtype and back",
         "calls, and copies in the wider dtype",
         "nothing",
@@ -64,7 +63,7 @@ class EliminateNoops(Normalisation[Noop]):
                 if value is not None and (self.differentiated or not returned):
                     yield Noop(node, 0, value)
 
-    def rewrite(self, gm: fx.GraphModule, site: Noop, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Noop) -> Applied:
         node = site.anchor
         value = self._operand(node)  # an earlier site may have shortened the way
         if value is None:

@@ -6,10 +6,10 @@ becomes
     %blocks = fxrl.mask_blocks([%doc, %doc_of_keys], "bitwise_and(le(key, query), eq(v0, v1))")
     %out    = fxrl.masked_attention(%q, %k, %v, [%doc, %doc_of_keys], %blocks, "...")
 
-This works for padding, packed documents, windows, chunks, prefixes: any mask whose entry is computed
-from one query's values and one key's. Which blocks of 128 queries and keys have anything to see is
-found once for all layers under the mask. Empty blocks cost nothing, so packed documents cost the
-squares of their lengths, and a window costs its band. Results are those of the dense mask.
+This works for padding, packed documents, windows, chunks, prefixes: any mask whose entry is
+computed from one query's values and one key's. Which blocks of 128 queries and keys have anything
+to see is found once for all layers under the mask. Empty blocks cost nothing, so packed documents
+cost the squares of their lengths, and a window costs its band. Results are those of the dense mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -62,8 +62,8 @@ class FactorMasks(Pass[MaskSite]):
 
     least_mask: Mapping[str, int] = field(default_factory=dict)
 
-    name: ClassVar[str] = "factor-masks"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "factor-masks"
+    doc = PassDoc(
         "`scaled_dot_product_attention` under a mask that is computed from vectors: padding, "
         "packed documents (`position_ids` that begin again), sliding windows, chunks, prefixes",
         "the `[B, 1, T, T]` mask, and the work for blocks of queries and keys that do not see each "

@@ -5,9 +5,9 @@
 becomes
     %y  = mm(reshape(%x, [b * t, k]), %w)           in the old shape again
 
-``baddbmm`` becomes that plus its bias. A convolution one token wide, as some loss heads are written,
-becomes the product of all tokens, with features and tokens swapped before and after it. Heads of a
-few codebooks (``bmm(x [q, n, k], w [q, k, v])``) become one product each, stacked.
+``baddbmm`` becomes that plus its bias. A convolution one token wide, as some loss heads are
+written, becomes the product of all tokens, with features and tokens swapped before and after it.
+Heads of a few codebooks (``bmm(x [q, n, k], w [q, k, v])``) become one product each, stacked.
 
 NOTE [Why fold broadcast products]: ``matmul`` of a non-contiguous 3-D tensor (hidden states after
 a slice) with a weight becomes a batched product with the weight expanded over the batch, whose
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +28,6 @@ from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import RESHAPES, ancestors, equal_shapes, hint, is_call, is_tensor, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.site import name_instead
 from fxrl.ir.sizes import SizeTable
 
@@ -53,8 +52,8 @@ class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
     computed is read as classes, ``convolution(rows [B, H, T], weight [V, H, 1])`` too, and
     ``bmm(rows [Q, N, H], weights [Q, H, V])`` as Q of them."""
 
-    name: ClassVar[str] = "fold-broadcast-products"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "fold-broadcast-products"
+    doc = PassDoc(
         "a batched product whose right operand is one weight, expanded (`matmul` after a slice), "
         "or a loss head that is a convolution one token wide, or one for each codebook",
         "the weight's gradient once per sequence",
@@ -74,7 +73,7 @@ class FoldBroadcastProducts(Normalisation[BroadcastProduct]):
                 if node.args[3:] == _ONE_WIDE and _is_head(node):
                     yield BroadcastProduct(node, 0, node.args[1])
 
-    def rewrite(self, gm: fx.GraphModule, site: BroadcastProduct, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: BroadcastProduct) -> Applied:
         graph, node = site.anchor.graph, site.anchor
         with Builder(graph).before(node) as builder:
             if node.target is aten.convolution.default:

@@ -8,10 +8,11 @@
 The weight is quantised when the step first runs, and again when it is written to: its values and
 scales replace it as inputs of the graph. A weight that the model holds in FP8
 (``fxrl.models.quantize``) is read as it is. Rows are quantised in every step. Products are found by
-structure: rows times a 2-D input that takes no gradient, whatever module or adapter library made it.
+structure: rows times a 2-D input that takes no gradient, whatever module or adapter library made
+it.
 
-NOTE [Why after the outlining]: only then is each layer a site of its own, which may keep a weight in
-bf16 that equal layers do not; layers that chose alike still share one body. And the plan is made
+NOTE [Why after the outlining]: only then is each layer a site of its own, which may keep a weight
+in bf16 that equal layers do not; layers that chose alike still share one body. And the plan is made
 after this pass, from bodies with the bytes and products that will run; cuts, tiles and offloading
 then act on these bodies as on any other.
 
@@ -21,8 +22,8 @@ give other log-probs than those that were scored, and a resumed run would differ
 on. So ``TrainStep.calibrate`` measures on a batch and returns the ``Config`` to use from the first
 step on. Little is lost without it: on SmolLM2's weights 21 of 210 products are below a cosine of
 0.999, all above 0.9986, 20 of them by the rows' gradient alone, for which ``wide_gradients`` is
-enough; and in the whole model the layers' gradients have a median cosine of 0.951 with that gradient
-in FP8 or not (bench/results/fp8_quality_smollm2_cpu.json).
+enough; and in the whole model the layers' gradients have a median cosine of 0.951 with that
+gradient in FP8 or not (bench/results/fp8_quality_smollm2_cpu.json).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 from weakref import ref
 
 import torch
@@ -154,8 +155,8 @@ class Fp8Lora(Pass[FrozenProduct]):
     )
     no_fp8: str = field(default="", metadata=SETTLED)
 
-    name: ClassVar[str] = "fp8-lora"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "fp8-lora"
+    doc = PassDoc(
         'with `precision="fp8"`: a product with a frozen 2-D weight, adapters beside it or not',
         "half the bytes of what its products read; a copy of the weight in FP8 is held beside it",
         "rounding of rows and weights to e4m3 (2.6 % each); one quantisation of the rows, whatever "

@@ -10,15 +10,15 @@ Also log-sum-exp, entropy, mean logit, sum p^2 and top-1 hits of the same logits
 spells them; bias, scale, softcap and temperature are read from the graph.
 
 NOTE [Why fp32 inside]: the op accumulates and reduces the logits in fp32 (float64 for float64
-inputs) and casts the result, even where the loss computes in bf16. That is at least as accurate, and
-the first step's ratio is exactly 1, since scoring and training run the same op.
+inputs) and casts the result, even where the loss computes in bf16. That is at least as accurate,
+and the first step's ratio is exactly 1, since scoring and training run the same op.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -78,8 +78,8 @@ class LogprobSite(HeadCluster):
 class FuseLinearLogprob(HeadPass[LogprobSite]):
     """The fast path of the loss head."""
 
-    name: ClassVar[str] = "fuse-linear-logprob"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "fuse-linear-logprob"
+    doc = PassDoc(
         "`lm_head`, then bias, scale, softcap, temperature as the graph has them, then log-probs "
         "of given tokens, log-sum-exp, entropy, mean logit, sum of p², top-1 hits",
         "the logits and every copy of them; with a frozen head also the backward's matmul over the "

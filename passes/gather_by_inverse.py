@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -30,7 +30,6 @@ from fxrl.analysis.constants import filled_with
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import COPIES, as_node, bound, equal_shapes, is_call, is_equal, shape_of, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
-from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -54,8 +53,8 @@ class PermutedRows(Site):
 class GatherByInverse(Normalisation[PermutedRows]):
     """Rows scattered by a permutation as rows gathered by its inverse."""
 
-    name: ClassVar[str] = "gather-by-inverse"
-    stage: ClassVar[Stage] = Stage.CLEAN
+    name = "gather-by-inverse"
+    stage = Stage.CLEAN
 
     def match(self, gm: fx.GraphModule) -> Iterator[PermutedRows]:
         for target in _PUTS:
@@ -63,7 +62,7 @@ class GatherByInverse(Normalisation[PermutedRows]):
                 if (found := _permuted(put)) is not None:
                     yield PermutedRows(put, 0, *found)
 
-    def rewrite(self, gm: fx.GraphModule, site: PermutedRows, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: PermutedRows) -> Applied:
         put = site.anchor
         with Builder(gm.graph).before(put) as build:
             rows = build.call(

@@ -6,11 +6,11 @@
 becomes, inside the layer's region,
     %y = fxrl.region([%x, %wq, %wk, %wv, %wo])       one group of heads at a time, summed
 
-A region inside a region: its backward computes a group's queries, keys and values again, so only one
-group's heads are alive at a time, in both directions. If the layer's cut is "inputs", the attention
-is computed again, too. With other cuts the groups keep what their attention returned; if the cut is
-"attention", the layer's backward computes ``%y`` again from that. What lies between the products is
-found by its structure (``analysis.head_groups``).
+A region inside a region: its backward computes a group's queries, keys and values again, so only
+one group's heads are alive at a time, in both directions. If the layer's cut is "inputs", the
+attention is computed again, too. With other cuts the groups keep what their attention returned; if
+the cut is "attention", the layer's backward computes ``%y`` again from that. What lies between the
+products is found by its structure (``analysis.head_groups``).
 
 NOTE [Why sums in fp32]: without groups, the output and the gradient of the layer's rows are rounded
 once. Each group rounds its own part, so the parts are added in fp32: the error is that of one more
@@ -20,7 +20,7 @@ rounding, whatever the number of groups.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -65,9 +65,9 @@ aten = torch.ops.aten
 class GroupHeads(LayerPass):
     """Run each layer's attention in groups of heads as the plan says."""
 
-    name: ClassVar[str] = "group-heads"
-    requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "group-heads"
+    requires = ("outline-layers", "recompute")
+    doc = PassDoc(
         "a layer that was outlined and whose plan says `head_groups`",
         "all but one group's queries, keys, values, attention output and their gradients",
         "the group's products once more in backward, whatever else is kept, and with `inputs` its "

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -21,7 +20,6 @@ from fxrl.analysis.attention import SDPA, before_repeat, options_of, set_options
 from fxrl.ir.bodies import graphs_of
 from fxrl.ir.graph import hint, nbytes, shape_of
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 
 _LARGEST_HEAD = 256  # features a head up to which the fused kernels take grouped queries
@@ -39,8 +37,8 @@ class RepeatedKeys(Site):
 class GroupQueries(Normalisation[RepeatedKeys]):
     """Undo repeated keys where no mask is left."""
 
-    name: ClassVar[str] = "group-queries"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "group-queries"
+    doc = PassDoc(
         "attention without mask whose keys and values are repeated for each group of queries",
         "the repeated keys and values, and their gradients",
         "nothing",
@@ -62,7 +60,7 @@ class GroupQueries(Normalisation[RepeatedKeys]):
             else:
                 yield RepeatedKeys(call, 0, keys, values)
 
-    def rewrite(self, gm: fx.GraphModule, site: RepeatedKeys, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: RepeatedKeys) -> Applied:
         repeated = sum(nbytes(arg) for arg in site.anchor.args[1:3] if isinstance(arg, fx.Node))
         site.anchor.args = (site.anchor.args[0], site.keys, site.values, *site.anchor.args[3:])
         set_options(site.anchor, enable_gqa=True)

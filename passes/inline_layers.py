@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
 from fxrl.ir.bodies import CALL_LAYER, body_of, inline, modules_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site, Stage
-from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at, set_region
 from fxrl.ir.site import module_path, rename_site, site_name
 
@@ -34,9 +33,9 @@ class LayerCalls(Site):
 class InlineLayers(Normalisation[LayerCalls]):
     """Replaces each call of a layer by the nodes of the layer's graph."""
 
-    name: ClassVar[str] = "inline-layers"
-    stage: ClassVar[Stage] = Stage.FIND
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "inline-layers"
+    stage = Stage.FIND
+    doc = PassDoc(
         "layers that equal an earlier one: capture follows the first of a kind and calls its graph",
         "seconds before the first step: neither tracing, lowering nor outlining grows with depth",
         "nothing",
@@ -52,7 +51,7 @@ class InlineLayers(Normalisation[LayerCalls]):
         if calls:
             yield LayerCalls(calls[0], 0, calls)
 
-    def rewrite(self, gm: fx.GraphModule, site: LayerCalls, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: LayerCalls) -> Applied:
         firsts = {_inline(call) for call in site.calls}
         return Applied(f"{len(site.calls)} layers were captured as {len(firsts)}")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -41,7 +41,6 @@ from fxrl.ir.graph import (
     shape_of,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
@@ -63,8 +62,8 @@ class JoinedProducts(Site):
 class JoinProducts(Normalisation[JoinedProducts]):
     """``cat([f(rows_a @ w), f(rows_b @ w)])`` as ``f(cat([rows_a, rows_b]) @ w)``."""
 
-    name: ClassVar[str] = "join-products"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "join-products"
+    doc = PassDoc(
         "`cat` or `stack` of the logits of several forwards (pairs run apart, micro-batches)",
         "the joined logits; the loss head is one site",
         "nothing",
@@ -85,7 +84,7 @@ class JoinProducts(Normalisation[JoinedProducts]):
                     if _are_one(products):
                         yield JoinedProducts(node, 0, (products,), moves)
 
-    def rewrite(self, gm: fx.GraphModule, site: JoinedProducts, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: JoinedProducts) -> Applied:
         with Builder(gm.graph).before(site.anchor) as builder:
             joined = _of_moved_rows if site.moves else _of_all_rows
             value = joined(builder, SizeTable(gm.graph), site)

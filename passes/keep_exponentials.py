@@ -4,16 +4,16 @@
                                                                          logits again: 6NHV FLOPs
     fxrl.linear_logprob(%hidden, %weight, ..., keep_exponentials=True)   it makes none: 4NHV
 
-NOTE [Why only what the plan leaves over]: keeping ``[N, V]`` numbers spares a product of 2NHV FLOPs,
-so a byte kept here saves about as much time as a byte of a layer's product. The planner decides
-about the layers first, and gives the head what memory is left. Without a plan that is unknown.
+NOTE [Why only what the plan leaves over]: keeping ``[N, V]`` numbers spares a product of 2NHV
+FLOPs, so a byte kept here saves about as much time as a byte of a layer's product. The planner
+decides about the layers first, and gives the head what memory is left. Without a plan that is
+unknown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -29,10 +29,10 @@ from fxrl.passes.fuse_linear_logprob import differentiated_outputs
 class KeepExponentials(Pass[Site]):
     """Tell the trained heads that the plan names to keep their exponentials."""
 
-    name: ClassVar[str] = "keep-exponentials"
-    stage: ClassVar[Stage] = Stage.ACT
-    requires: ClassVar[tuple[str, ...]] = ("fuse-linear-logprob",)
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "keep-exponentials"
+    stage = Stage.ACT
+    requires = ("fuse-linear-logprob",)
+    doc = PassDoc(
         "a fused loss head that is trained, whose log-probs alone are differentiated, where the "
         "plan has room",
         "the backward's matmul for the logits",

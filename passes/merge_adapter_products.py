@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,7 +33,6 @@ from fxrl.ir.graph import (
     val_of,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -45,15 +44,15 @@ NARROW = 256  # columns of an adapter's part of a shared operand
 class MergeAdapterProducts(Normalisation[Site]):
     """Fewer and smaller values around the products of adapters."""
 
-    name: ClassVar[str] = "merge-adapter-products"
-    stage: ClassVar[Stage] = Stage.CLEAN
+    name = "merge-adapter-products"
+    stage = Stage.CLEAN
 
     def match(self, gm: fx.GraphModule) -> Iterator[Site]:
         first = next((n for n in gm.graph.nodes if is_call(n, aten.mm.default)), None)
         if first is not None:
             yield Site(first, 0)
 
-    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Site) -> Applied:
         scaled = _scale_results(gm.graph)
         merged = _merge_sums(gm.graph)
         if not scaled and not merged:

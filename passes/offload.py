@@ -9,7 +9,7 @@ fxrl.region([%x, ...], cut=attention, host)    they are copied to pinned memory 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from fxrl.analysis.saved_tensors import kept_by
 from fxrl.ir.graph import nbytes
@@ -24,9 +24,9 @@ from fxrl.passes.recompute import LayerPass, OutlinedLayer, own_inputs
 class Offload(LayerPass):
     """Mark in each layer's region what waits on the host."""
 
-    name: ClassVar[str] = "offload"
-    requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "offload"
+    requires = ("outline-layers", "recompute")
+    doc = PassDoc(
         "a layer that was outlined and whose plan says `host`",
         "the layer's input, and what its cut keeps, on the GPU between forward and backward",
         "host memory; time where the link to the host is slower than a layer",

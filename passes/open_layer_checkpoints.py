@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import fx
 
@@ -21,7 +20,6 @@ from fxrl.analysis.outline import computes
 from fxrl.ir.bodies import CHECKPOINT, body_of, inline, what_it_saves, written_inputs
 from fxrl.ir.graph import is_call, is_view
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site, Stage
-from fxrl.ir.plan import Choice
 from fxrl.ir.region import region_at, set_region
 from fxrl.ir.remark import Refusal
 
@@ -30,9 +28,9 @@ from fxrl.ir.remark import Refusal
 class OpenLayerCheckpoints(Normalisation[Site]):
     """Inline checkpointed bodies that hold a layer's regions and nothing else."""
 
-    name: ClassVar[str] = "open-layer-checkpoints"
-    stage: ClassVar[Stage] = Stage.FIND
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "open-layer-checkpoints"
+    stage = Stage.FIND
+    doc = PassDoc(
         "`torch.utils.checkpoint` around a layer that was outlined whole",
         "running again what the backward does not need; the plan may keep more where there is room",
         "nothing",
@@ -51,7 +49,7 @@ class OpenLayerCheckpoints(Normalisation[Site]):
             elif not written_inputs(body):  # what it writes into it writes into twice
                 yield Site(call, 0)
 
-    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Site) -> Applied:
         body = body_of(gm, site.anchor)
         assert body is not None
         for node in inline(site.anchor, body):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -24,7 +23,6 @@ from fxrl.analysis.rows.heads import CLASS_OPS, feeds_class_op
 from fxrl.ir.bodies import CHECKPOINT, HALVES, Halves, body_of, inline, written_inputs
 from fxrl.ir.graph import PRODUCTS, is_call, is_tensor
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 
 
@@ -32,8 +30,8 @@ from fxrl.ir.remark import Refusal
 class OpenLossCheckpoints(Normalisation[Site]):
     """Inline checkpointed bodies that compute logits or over classes, marked for recompute."""
 
-    name: ClassVar[str] = "open-loss-checkpoints"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "open-loss-checkpoints"
+    doc = PassDoc(
         "`torch.utils.checkpoint` around a loss head",
         "nothing by itself: the head's passes see the head",
         "nothing",
@@ -53,7 +51,7 @@ class OpenLossCheckpoints(Normalisation[Site]):
             else:
                 yield Site(call, 0)
 
-    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Site) -> Applied:
         body = body_of(gm, site.anchor)
         assert body is not None
         number = 1 + max(node.meta.get("ac_graph_id", 0) for node in gm.graph.nodes)

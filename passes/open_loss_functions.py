@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +24,6 @@ from fxrl.analysis.rows.heads import find_heads
 from fxrl.ir.bodies import AUTOGRAD_FUNCTION, HALVES, WITH_GRADIENT, Halves, hold, splice
 from fxrl.ir.graph import ancestors, hint, is_tensor, needs_grad, shape_of
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -34,8 +33,8 @@ aten = torch.ops.aten
 class OpenLossFunctions(Normalisation[Site]):
     """Inline the forward of each ``autograd.Function`` of logits, and give it its gradient."""
 
-    name: ClassVar[str] = "open-loss-functions"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "open-loss-functions"
+    doc = PassDoc(
         "an `autograd.Function` of the user's that reads the logits",
         "nothing by itself: the head's passes see into it",
         "nothing",
@@ -54,7 +53,7 @@ class OpenLossFunctions(Normalisation[Site]):
             else:
                 yield Site(call, 0)
 
-    def rewrite(self, gm: fx.GraphModule, site: Site, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Site) -> Applied:
         _open(gm, site.anchor, site.anchor.meta[HALVES])
         return Applied("an autograd.Function of the logits is opened; its gradient is its backward")
 

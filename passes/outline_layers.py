@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from torch import fx
 
@@ -73,8 +73,8 @@ class OutlineLayers(Pass[LayerSite]):
     least_hidden: Mapping[str, int] = field(default_factory=dict)
     compile_regions: bool = field(default=True, metadata=SETTLED)
 
-    name: ClassVar[str] = "outline-layers"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "outline-layers"
+    doc = PassDoc(
         "the model's repeated layers (members of a list, or equal ones that names count: `h0`, "
         "`h1`), or the bodies of activation checkpointing that is switched on",
         "an op at a time: a layer becomes a compiled body, attention inside, compiled once for all "

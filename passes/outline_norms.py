@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -54,9 +54,9 @@ class NormSite(Site):
 class OutlineNorms(Pass[NormSite]):
     """Make each group of elementwise ops behind a layer a region."""
 
-    name: ClassVar[str] = "outline-norms"
-    requires: ClassVar[tuple[str, ...]] = ("outline-layers",)
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "outline-norms"
+    requires = ("outline-layers",)
+    doc = PassDoc(
         "elementwise ops and reductions over features of what an outlined layer returns: the "
         "model's last norm",
         "its values in float32: four times the hidden states at once, in the backward",

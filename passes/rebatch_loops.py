@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,7 +39,6 @@ from fxrl.ir.graph import (
     with_arguments,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -65,8 +64,8 @@ class Loop(Site):
 class RebatchLoops(Normalisation[Loop]):
     """Replace per-sequence and per-chunk results by the batched computation, where it is one."""
 
-    name: ClassVar[str] = "rebatch-loops"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "rebatch-loops"
+    doc = PassDoc(
         "`torch.stack([f(row) for row in logits])`, and chunks in `cat` or a buffer, unrolled",
         "an op per sequence or chunk; the loss head is one site, projected once",
         "nothing",
@@ -86,7 +85,7 @@ class RebatchLoops(Normalisation[Loop]):
                 if len(parts) > 1 and all(_chunk(parts[at], dim) == at for at in (0, 1)):
                     yield Loop(node, 0, parts, dim)
 
-    def rewrite(self, gm: fx.GraphModule, site: Loop, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Loop) -> Applied:
         with gm.graph.inserting_before(site.anchor):
             batched = _Loop(gm.graph, len(site.parts), site.dim).batch(site.parts)
         site.anchor.replace_all_uses_with(batched)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -23,7 +22,6 @@ from fxrl.analysis.attention import calls_by_mask, data_of, set_options
 from fxrl.analysis.masks import is_causal
 from fxrl.ir.graph import nbytes
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal, RemarkKind
 
 
@@ -42,9 +40,9 @@ class RestoreCausalAttention(Normalisation[CausalMask]):
     of padded or packed batches could mend; the report says it as a fact.
     """
 
-    name: ClassVar[str] = "restore-causal-attention"
-    applied: ClassVar[RemarkKind] = RemarkKind.APPLIED
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "restore-causal-attention"
+    applied = RemarkKind.APPLIED
+    doc = PassDoc(
         "`scaled_dot_product_attention` under a mask that is provably `key <= query`, from how it "
         "is computed",
         "the mask; the fused kernels' causal shortcut comes back (tracing made the library build a "
@@ -60,7 +58,7 @@ class RestoreCausalAttention(Normalisation[CausalMask]):
             else:
                 yield Miss(calls[0], _why_it_stays(mask, len(calls)))
 
-    def rewrite(self, gm: fx.GraphModule, site: CausalMask, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: CausalMask) -> Applied:
         for call in site.readers:
             set_options(call, attn_mask=None, is_causal=True)
         what = f"{len(site.readers)} attention calls use is_causal instead of a mask"

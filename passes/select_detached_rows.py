@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,7 +35,6 @@ from fxrl.ir.graph import (
     val_of,
 )
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.sizes import SizeTable
 
 aten = torch.ops.aten
@@ -56,8 +55,8 @@ class DetachedRows(Site):
 class SelectDetachedRows(Normalisation[DetachedRows]):
     """``cat([z[:k].detach(), z[k:]])`` as ``where(mask, z.detach(), z)``."""
 
-    name: ClassVar[str] = "select-detached-rows"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "select-detached-rows"
+    doc = PassDoc(
         "`cat` of the logits' rows, some of them detached",
         "the joined logits; the loss head is one site",
         "nothing",
@@ -76,7 +75,7 @@ class SelectDetachedRows(Normalisation[DetachedRows]):
                 items = tuple(zip(bound(node)["tensors"], still, strict=True))
                 yield DetachedRows(node, 0, value, dim, (start, end), items)
 
-    def rewrite(self, gm: fx.GraphModule, site: DetachedRows, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: DetachedRows) -> Applied:
         sizes, rank = SizeTable(gm.graph), len(shape_of(site.anchor))
         options = {"dtype": torch.bool, "device": val_of(site.value).device}
         with Builder(gm.graph).before(site.anchor) as builder:

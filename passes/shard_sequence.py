@@ -29,7 +29,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import fx
@@ -60,7 +60,6 @@ from fxrl.ir.graph import (
     shape_of,
 )
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal, RemarkKind
 from fxrl.ir.sizes import SizeTable
 
@@ -80,10 +79,10 @@ class ShardSequence(Normalisation[Sequences]):
 
     ranks: int = field(default=1, metadata=SETTLED)  # P, how many ranks share a sequence
 
-    name: ClassVar[str] = "shard-sequence"
-    applied: ClassVar[RemarkKind] = RemarkKind.APPLIED
-    missed: ClassVar[RemarkKind] = RemarkKind.MISSED
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "shard-sequence"
+    applied = RemarkKind.APPLIED
+    missed = RemarkKind.MISSED
+    doc = PassDoc(
         "with `context_parallel=P`: all from the embedding of token ids to a few numbers for each "
         "token; attention by `scaled_dot_product_attention`",
         "activations and time: a rank computes 1 / P of the tokens, and of the heads in attention",
@@ -113,7 +112,7 @@ class ShardSequence(Normalisation[Sequences]):
             reason = "no token ids are embedded here, so no dim is known to count tokens"
             yield Miss(anchor, Refusal(reason, "let the traced code call the model with input_ids"))
 
-    def rewrite(self, gm: fx.GraphModule, site: Sequences, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: Sequences) -> Applied:
         calls = len(attention_calls(site.found))
         _Sharing(gm, site.found, self.ranks).share(site.found)
         return Applied(f"{self.ranks} ranks share the tokens, and the heads in {calls} attentions")
@@ -301,9 +300,9 @@ class _Sharing:
         """A whole value that every token reads: its gradient is summed over the ranks.
 
         A weight stays as it is and is marked: whoever runs the graph passes all marked weights
-        through ``sum_gradients`` (``compile.outer``). If a weight is also read as a whole (a penalty
-        on its size), its other readers get the op here, and what they read that is computed from
-        weights is computed again from the op's results.
+        through ``sum_gradients`` (``compile.outer``). If a weight is also read as a whole (a
+        penalty on its size), its other readers get the op here, and what they read that is computed
+        from weights is computed again from the op's results.
         """
         key = ("summed", node)
         if key not in self._known:

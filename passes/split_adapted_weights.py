@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import fx
@@ -41,7 +41,6 @@ from fxrl.ir.graph import (
     with_arguments,
 )
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal, RemarkKind
 
 aten = torch.ops.aten
@@ -109,10 +108,10 @@ class AdaptedWeight(Site):
 class SplitAdaptedWeights(Normalisation[AdaptedWeight]):
     """``x @ (own + s * b @ a)`` as ``x @ own + s * (x @ b) @ a``."""
 
-    name: ClassVar[str] = "split-adapted-weights"
-    applied: ClassVar[RemarkKind] = RemarkKind.APPLIED
-    missed: ClassVar[RemarkKind] = RemarkKind.MISSED
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "split-adapted-weights"
+    applied = RemarkKind.APPLIED
+    missed = RemarkKind.MISSED
+    doc = PassDoc(
         "products with a weight to which an adapter's product is added (PEFT's "
         "`target_parameters`: experts; LoRA by `parametrize`)",
         "the adapted weight, kept for the backward, and its gradient; the product that makes that",
@@ -133,7 +132,7 @@ class SplitAdaptedWeights(Normalisation[AdaptedWeight]):
                 elif products:
                     yield AdaptedWeight(node, nbytes(node), *found, tuple(products))
 
-    def rewrite(self, gm: fx.GraphModule, site: AdaptedWeight, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: AdaptedWeight) -> Applied:
         dtypes = {val_of(bound(one.node)[one.rows]).dtype for one in site.products}
         if len({val_of(site.anchor).dtype, val_of(site.own).dtype, *dtypes}) > 1:
             raise Refusal("weight, adapter and rows have different dtypes")

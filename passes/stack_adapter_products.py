@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +20,6 @@ from torch import fx
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import ancestors, is_same, nbytes, shape_of
 from fxrl.ir.graph_pass import Applied, Normalisation, Site, Stage
-from fxrl.ir.plan import Choice
 from fxrl.ir.remark import Refusal
 from fxrl.passes.merge_adapter_products import stacked
 
@@ -42,8 +41,8 @@ class NarrowProducts(Site):
 class StackAdapterProducts(Normalisation[NarrowProducts]):
     """One product where several narrow ones read the same rows."""
 
-    name: ClassVar[str] = "stack-adapter-products"
-    stage: ClassVar[Stage] = Stage.CLEAN
+    name = "stack-adapter-products"
+    stage = Stage.CLEAN
 
     def match(self, gm: fx.GraphModule) -> Iterator[NarrowProducts]:
         products = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
@@ -62,7 +61,7 @@ class StackAdapterProducts(Normalisation[NarrowProducts]):
                 if len(group) > 1:
                     yield NarrowProducts(group[0], 0, tuple(group), shared)
 
-    def rewrite(self, gm: fx.GraphModule, site: NarrowProducts, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: NarrowProducts) -> Applied:
         products, dim = site.products, 1 - site.shared
         others: list[Any] = [product.args[dim] for product in products]
         wide: Any = products[0].args[site.shared]

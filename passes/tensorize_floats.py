@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +20,6 @@ from fxrl.ir.bodies import graphs_of
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import OpOverload, tensor_val, val_of
 from fxrl.ir.graph_pass import Applied, Normalisation, PassDoc, Site
-from fxrl.ir.plan import Choice
 
 aten = torch.ops.aten
 
@@ -65,8 +64,8 @@ class NumberSite(Site):
 class TensorizeFloats(Normalisation[NumberSite]):
     """Let elementwise ops read a number's tensor instead of the number, if results are the same."""
 
-    name: ClassVar[str] = "tensorize-floats"
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "tensorize-floats"
+    doc = PassDoc(
         "a Python float read off a tensor (`temperature.item()`, a float in the batch)",
         "the host's wait for the number; rows can follow a tensor",
         "nothing",
@@ -80,7 +79,7 @@ class TensorizeFloats(Normalisation[NumberSite]):
             if found:
                 yield NumberSite(found[0], 0, found)
 
-    def rewrite(self, gm: fx.GraphModule, site: NumberSite, choice: Choice) -> Applied:
+    def respell(self, gm: fx.GraphModule, site: NumberSite) -> Applied:
         graph = site.anchor.graph
         builder = Builder(graph)
         tensors: dict[fx.Node, fx.Node] = {}

@@ -14,7 +14,6 @@ make them narrow again.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import fx
 
@@ -33,9 +32,9 @@ from fxrl.passes.recompute import LayerPass, OutlinedLayer
 class TileTokens(LayerPass):
     """Tile each layer's MLP as the plan says."""
 
-    name: ClassVar[str] = "tile-tokens"
-    requires: ClassVar[tuple[str, ...]] = ("outline-layers", "recompute")
-    doc: ClassVar[PassDoc] = PassDoc(
+    name = "tile-tokens"
+    requires = ("outline-layers", "recompute")
+    doc = PassDoc(
         "a layer that was outlined and whose plan says `tile_tokens`",
         "all but one tile of the MLP's wide values, in forward and backward",
         "the wide products once more in backward, also where products are kept",

@@ -95,7 +95,7 @@ class Ran:
 
 
 class Pass(ABC, Generic[S]):
-    """Base of the passes; authors write ``match`` and ``rewrite``, and ``decide`` if they weigh."""
+    """Base of the passes: authors write ``match`` and ``rewrite``, ``decide`` if they weigh."""
 
     name: ClassVar[str]  # as people write it
     stage: ClassVar[Stage] = Stage.FIND  # when it runs
@@ -229,9 +229,17 @@ class Normalisation(Pass[S]):
     """A pass that gives one spelling to what PyTorch spells in several ways: it runs always, and
     takes no site of a plan."""
 
-    stage: ClassVar[Stage] = Stage.NORMALISE
-    applied: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
-    missed: ClassVar[RemarkKind] = RemarkKind.ANALYSIS
+    stage = Stage.NORMALISE
+    applied = RemarkKind.ANALYSIS
+    missed = RemarkKind.ANALYSIS
+
+    @abstractmethod
+    def respell(self, gm: fx.GraphModule, site: S) -> Applied:
+        """Rewrite one site, which leaves nothing to choose; raises ``Refusal`` as ``rewrite``."""
+
+    @final
+    def rewrite(self, gm: fx.GraphModule, site: S, choice: Choice) -> Applied:
+        return self.respell(gm, site)
 
 
 def tidy(gm: fx.GraphModule) -> None:

@@ -54,6 +54,9 @@ class WrongTanh(Pass[TanhSite]):
             yield TanhSite(node, 0)
 
     def rewrite(self, gm, site, choice):
+        return self.respell(gm, site)
+
+    def respell(self, gm, site):
         source = site.anchor.args[0]
         with gm.graph.inserting_before(site.anchor):
             scaled = gm.graph.call_function(torch.ops.aten.mul.Tensor, (source, self.factor))

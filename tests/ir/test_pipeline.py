@@ -27,7 +27,7 @@ class Plant(Normalisation[Site]):
     def match(self, gm):
         yield from (Site(node, 0) for node in _tanh(gm))
 
-    def rewrite(self, gm, site, choice):
+    def respell(self, gm, site):
         self.plant(site.anchor)
         return Applied("planted", 0)
 
