@@ -418,7 +418,15 @@ def under_a_stack(model: nn.Module, batch: Any, ends: bool = False) -> Tensor:
     return (token_logps(model(batch["ids"]), batch["ids"]) - reference).square().mean()
 
 
-@pytest.mark.parametrize("loss_fn", [averaged, picked_one_by_one, chunks_of_scalars, under_a_stack])
+_NO_CLASS = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="Dynamo of 2.11 does not know a context's class"
+)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [averaged, picked_one_by_one, chunks_of_scalars, pytest.param(under_a_stack, marks=_NO_CLASS)],
+)
 def test_what_losses_write_around_log_probs(loss_fn: Any) -> None:
     model = make_model()
     step = optimize(model, loss_fn, QUIET)
