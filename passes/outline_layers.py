@@ -32,7 +32,7 @@ from fxrl.ir.bodies import CALL_LAYER, body_of
 from fxrl.ir.graph import is_call, is_tensor, numel_hint, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, CutLayer, Keep, Plan, Rewrite
-from fxrl.ir.region import Region, region_calls, set_region
+from fxrl.ir.region import Region, is_differentiated, region_calls, set_region
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path
 
@@ -230,7 +230,9 @@ def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphMod
     number of bodies. ``times`` says how often the model runs each graph.
 
     The first layer's input needs no gradient if the embeddings are frozen. A body of its own would
-    cost its compile time; an unread gradient costs a few products of one layer.
+    cost its compile time; an unread gradient costs a few products of one layer. Under ``no_grad``
+    no gradient is computed at all, and with the body of the layers that are trained a reference has
+    their bits: a ratio of log-probs begins at exactly 1.
     """
     mine = {region.id for region in regions}
     calls = [call for call in region_calls(gm) if call.meta["region"].id in mine]
@@ -240,7 +242,8 @@ def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphMod
         alike.setdefault(region.id_without_grads, {}).setdefault(region.id, []).append(call)
 
     def made(group: list[fx.Node]) -> int:
-        owners: list[Any] = [call.graph.owning_module for call in group]
+        """How often a backward comes to these calls."""
+        owners: list[Any] = [call.graph.owning_module for call in filter(is_differentiated, group)]
         return sum(times[owner] for owner in owners)
 
     count = 0

@@ -14,6 +14,7 @@ from fxrl.ir.plan import Keep, Plan
 from fxrl.ir.printer import print_graph
 from fxrl.ir.region import regions_of
 from fxrl.passes.outline_layers import OutlineLayers
+from tests.capture.mixer import assert_matches_eager
 from tests.passes.layered import Block, Stack, ids_batch, make_stack, square_loss
 from tests.passes.lowered import lowered, plain
 
@@ -157,6 +158,21 @@ def test_layers_that_differ_are_sites_of_their_own():
 applied: outline-layers @ 0:blocks.0-2: blocks.0, blocks.2 in 2 calls of 1 compiled body
 applied: outline-layers @ 0:blocks.1-3: blocks.1, blocks.3 in 2 calls of 1 compiled body""",
     )
+
+
+def test_a_forward_without_gradients_shares_the_body_of_the_trained_layers():
+    """So log-probs of both are equal bit for bit, also where a body is compiled and cut."""
+
+    def loss_fn(model, batch):
+        with torch.no_grad():
+            reference = model(batch["ids"])
+        return (model(batch["ids"]) - reference).exp().mean()
+
+    model = make_stack(2)
+    step = fxrl.optimize(model, loss_fn, ONLY)
+    assert_matches_eager(step, loss_fn, model, ids_batch(), tol=1e-12)
+    assert len(step.captures[0].kernels) == 1
+    assert step(ids_batch()).item() == 1
 
 
 class Routed(nn.Module):
