@@ -19,7 +19,7 @@ would run attention again. The price: attention's kernel is chosen when the body
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -29,7 +29,7 @@ from fxrl.analysis.layers import Layer, layer_nodes, part_views, signature, spli
 from fxrl.analysis.outline import find_outline, outline
 from fxrl.config import Config
 from fxrl.ir.bodies import CALL_LAYER, body_of
-from fxrl.ir.graph import is_call, is_tensor, numel_hint, tensor_val
+from fxrl.ir.graph import is_call, is_tensor, needs_grad, numel_hint, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, CutLayer, Keep, Plan, Rewrite
 from fxrl.ir.region import Region, is_differentiated, region_calls, set_region
@@ -146,7 +146,7 @@ class OutlineLayers(Pass[LayerSite]):
         if not regions:
             raise failed[0]
         tidy(gm)
-        bodies = _share(gm, regions, times)
+        bodies = _share(gm, regions)
         left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
         compiled = "compiled body" if bodies == 1 else "compiled bodies"
         return Applied(f"{names_of(site)} in {calls} calls of {bodies} {compiled}{left}")
@@ -165,14 +165,18 @@ def _layers(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Layer]]:
         yield gm, split_layer(path, nodes)
 
 
-def _called(owner: fx.GraphModule, path: str | None) -> Iterator[tuple[fx.GraphModule, str]]:
-    """The body of each call in a graph, and the path of the layer that it is."""
+def _called(
+    owner: fx.GraphModule, path: str | None, *, trained: bool = False
+) -> Iterator[tuple[fx.GraphModule, str]]:
+    """The body of each call in a graph, or of those alone that a backward comes to, and the path of
+    the layer that it is."""
     for call in owner.graph.nodes:
-        if (body := body_of(owner, call)) is not None:
+        body = body_of(owner, call)
+        if body is not None and (needs_grad(call) or not trained):
             own = path or (module_path(call) if is_call(call, CALL_LAYER) else None)
             own = own or str(body.meta.get("layer_path", call.name))
             yield body, own
-            yield from _called(body, own)
+            yield from _called(body, own, trained=trained)
 
 
 def _judged(layers: tuple[tuple[fx.GraphModule, Layer], ...]) -> Iterator[LayerSite | Miss]:
@@ -225,15 +229,16 @@ def names_of(site: LayerSite) -> str:
 
 
 # ---------------------------------------------------------------------------- what is done
-def _share(gm: fx.GraphModule, regions: list[Region], times: Mapping[fx.GraphModule, int]) -> int:
+def _share(gm: fx.GraphModule, regions: list[Region]) -> int:
     """Let layers that differ only in which inputs need a gradient share one body; returns the
-    number of bodies. ``times`` says how often the model runs each graph.
+    number of bodies.
 
     The first layer's input needs no gradient if the embeddings are frozen. A body of its own would
     cost its compile time; an unread gradient costs a few products of one layer. Under ``no_grad``
     no gradient is computed at all, and with the body of the layers that are trained a reference has
     their bits: a ratio of log-probs begins at exactly 1.
     """
+    times = Counter([gm, *(body for body, _ in _called(gm, None, trained=True))])
     mine = {region.id for region in regions}
     calls = [call for call in region_calls(gm) if call.meta["region"].id in mine]
     alike: dict[str, dict[str, list[fx.Node]]] = {}
