@@ -19,7 +19,7 @@ would run attention again. The price: attention's kernel is chosen when the body
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
