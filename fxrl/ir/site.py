@@ -24,7 +24,7 @@ from fxrl.ir.graph import reached
 
 _KEY = "site"
 # An instance's own forward, as accelerate, TRL and layers captured once have: it holds the module.
-_OWN_FORWARD = re.compile(r"\.forward(\.__func__)?\.__closure__\..*?\.__self__")
+_OWN_FORWARD = re.compile(r"\.forward(\.__func__|\.checkpointed)?\.__closure__\..*?\.__self__")
 # What stands for a method of PEFT (capture/adapters.py) holds modules by their paths.
 _OWN_BLOCK = re.compile(r"(^|\.)disable_adapter\.__closure__\.\d+\.cell_contents(?=\.)")
 _MODULES = re.compile(r"\.__dict__\['_modules'\]")

@@ -888,6 +888,22 @@ def test_layers_that_are_checkpointed_around_are_captured_once(monkeypatch, trai
     assert checkpointing(True) == (4, 3)
 
 
+def test_a_layer_that_is_checkpointed_around_has_one_name_in_all_forwards(monkeypatch):
+    def loss(model, batch):
+        with torch.no_grad():
+            reference = model(batch["ids"])
+        return (model(batch["ids"]) - reference).exp().mean()
+
+    monkeypatch.setattr(modeling_layers, "GradientCheckpointingLayer", CheckpointedAround)
+    model = make(CheckpointedAround)
+    for layer in model.layers:
+        layer.gradient_checkpointing = True
+    step = optimized(model, loss)
+    check(step, model, loss)
+    layers = {site for site in step.plan.choices if "/" not in site}
+    assert layers == {"0:layers.0-3", *(f"0:layers.{i}" for i in range(4))}
+
+
 class Gated(Layer):
     """No attention, and checkpointed inside."""
 
