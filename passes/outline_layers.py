@@ -26,17 +26,16 @@ from typing import Any, Self
 from torch import fx
 
 from fxrl.analysis.layers import Layer, layer_nodes, part_views, signature, split_layer
-from fxrl.analysis.outline import find_outline, outline
+from fxrl.analysis.outline import find_outline, outline, share_bodies
 from fxrl.config import Config
 from fxrl.ir.bodies import CALL_LAYER, body_of
-from fxrl.ir.graph import is_call, is_tensor, needs_grad, numel_hint, tensor_val
+from fxrl.ir.graph import is_call, is_tensor, numel_hint, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, CutLayer, Keep, Plan, Rewrite
-from fxrl.ir.region import Region, is_differentiated, region_calls, set_region
+from fxrl.ir.region import Region
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path
 
-_RARE = 3  # one call in so many may compute gradients that nobody reads
 _MANY_PARTS = 8  # more calls than that in a layer cost what fusing them gives
 
 #: Hidden values (tokens x width) of a layer, by device, from where compiling the layer pays. A tiny
@@ -146,7 +145,7 @@ class OutlineLayers(Pass[LayerSite]):
         if not regions:
             raise failed[0]
         tidy(gm)
-        bodies = _share(gm, regions)
+        bodies = share_bodies(gm, regions)
         left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
         compiled = "compiled body" if bodies == 1 else "compiled bodies"
         return Applied(f"{names_of(site)} in {calls} calls of {bodies} {compiled}{left}")
@@ -165,18 +164,14 @@ def _layers(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Layer]]:
         yield gm, split_layer(path, nodes)
 
 
-def _called(
-    owner: fx.GraphModule, path: str | None, *, trained: bool = False
-) -> Iterator[tuple[fx.GraphModule, str]]:
-    """The body of each call in a graph, or of those alone that a backward comes to, and the path of
-    the layer that it is."""
+def _called(owner: fx.GraphModule, path: str | None) -> Iterator[tuple[fx.GraphModule, str]]:
+    """The body of each call in a graph, and the path of the layer that it is."""
     for call in owner.graph.nodes:
-        body = body_of(owner, call)
-        if body is not None and (needs_grad(call) or not trained):
+        if (body := body_of(owner, call)) is not None:
             own = path or (module_path(call) if is_call(call, CALL_LAYER) else None)
             own = own or str(body.meta.get("layer_path", call.name))
             yield body, own
-            yield from _called(body, own, trained=trained)
+            yield from _called(body, own)
 
 
 def _judged(layers: tuple[tuple[fx.GraphModule, Layer], ...]) -> Iterator[LayerSite | Miss]:
@@ -226,46 +221,3 @@ def names_of(site: LayerSite) -> str:
         else:
             runs.append([layer.path])
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-
-
-# ---------------------------------------------------------------------------- what is done
-def _share(gm: fx.GraphModule, regions: list[Region]) -> int:
-    """Let layers that differ only in which inputs need a gradient share one body; returns the
-    number of bodies.
-
-    The first layer's input needs no gradient if the embeddings are frozen. A body of its own would
-    cost its compile time; an unread gradient costs a few products of one layer. Under ``no_grad``
-    no gradient is computed at all, and with the body of the layers that are trained a reference has
-    their bits: a ratio of log-probs begins at exactly 1.
-    """
-    times = Counter([gm, *(body for body, _ in _called(gm, None, trained=True))])
-    mine = {region.id for region in regions}
-    calls = [call for call in region_calls(gm) if call.meta["region"].id in mine]
-    alike: dict[str, dict[str, list[fx.Node]]] = {}
-    for call in calls:
-        region = call.meta["region"]
-        alike.setdefault(region.id_without_grads, {}).setdefault(region.id, []).append(call)
-
-    def made(group: list[fx.Node]) -> int:
-        """How often a backward comes to these calls."""
-        owners: list[Any] = [call.graph.owning_module for call in filter(is_differentiated, group)]
-        return sum(times[owner] for owner in owners)
-
-    count = 0
-    for variants in alike.values():
-        total = sum(map(made, variants.values()))
-        widest = max((v[0].meta["region"] for v in variants.values()), key=lambda r: r.num_grads)
-        for group in variants.values():
-            first = group[0].meta["region"]
-            rare = _RARE * made(group) <= total
-            if first.id != widest.id and rare and _covers(widest, first):
-                for call in group:
-                    set_region(call, replace(widest, layer=call.meta["region"].layer))
-            else:
-                count += 1
-    return count
-
-
-def _covers(wide: Region, narrow: Region) -> bool:
-    pairs = zip(wide.inputs, narrow.inputs, strict=True)
-    return all(w.needs_grad or not n.needs_grad for w, n in pairs)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxrl.analysis.layers import layer_path
-from fxrl.analysis.outline import computes, find_outline, illegal, outline
+from fxrl.analysis.outline import computes, find_outline, illegal, outline, share_bodies
 from fxrl.analysis.saved_tensors import predict_saved
 from fxrl.ir.graph import (
     COPIES,
@@ -35,7 +35,7 @@ from fxrl.ir.graph import (
 )
 from fxrl.ir.graph_pass import Applied, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice
-from fxrl.ir.region import region_at
+from fxrl.ir.region import region_at, region_calls
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
@@ -76,6 +76,7 @@ class OutlineNorms(Pass[NormSite]):
     def rewrite(self, gm: fx.GraphModule, site: NormSite, choice: Choice) -> Applied:
         outline(gm, site.nodes, cut="fewest")
         tidy(gm)
+        share_bodies(gm, [r for call in region_calls(gm) if not (r := call.meta["region"]).layer])
         what = f"{len(site.nodes)} ops behind the layers in a compiled body"
         return Applied(what, site.saved_bytes)
 
@@ -92,12 +93,17 @@ def _behind(hidden: fx.Node) -> list[fx.Node]:
     """The values as large as ``hidden`` that elementwise ops and reductions compute from it."""
 
     def computed(node: fx.Node) -> list[fx.Node]:
-        return [user for user in node.users if not layer_path(user) and _may_stand(user)]
+        return [user for user in node.users if not _of_layer(user) and _may_stand(user)]
 
     made = (node for node in reached([hidden], computed) if node is not hidden)
     values = (node for node in made if is_tensor(node) and not is_view(node))
     own = (node for node in values if not is_call(node, operator.getitem))  # that is its tuple's
     return sorted(node for node in own if numel_hint(node) >= numel_hint(hidden))
+
+
+def _of_layer(node: fx.Node) -> bool:
+    """Whether a layer made a value; what detaches its outputs under ``no_grad`` stands behind."""
+    return bool(layer_path(node)) and not is_call(node, aten.detach.default)
 
 
 def _stretch(graph: fx.Graph, nodes: list[fx.Node]) -> tuple[fx.Node, ...]:

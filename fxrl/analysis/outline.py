@@ -10,14 +10,15 @@ Autograd then saves what the region's cut says, and nothing else of its inside.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from fxrl.ir.bodies import graph_module
+from fxrl.ir.bodies import body_of, graph_module
 from fxrl.ir.graph import (
     EXCHANGES,
     PIECEWISE_PRODUCTS,
@@ -34,7 +35,16 @@ from fxrl.ir.graph import (
     tensor_val,
     topological_sort,
 )
-from fxrl.ir.region import Cut, InputSpec, Region, call_region, differentiated
+from fxrl.ir.region import (
+    Cut,
+    InputSpec,
+    Region,
+    call_region,
+    differentiated,
+    is_differentiated,
+    region_calls,
+    set_region,
+)
 from fxrl.ir.remark import Refusal
 from fxrl.ir.sizes import SizeTable
 
@@ -127,9 +137,64 @@ def outline(
         assert val is not None
         alive = node.op in ("placeholder", "get_attr")
         specs.append(InputSpec(val, False, back and needs_grad(node), alive))
+    if not any(map(needs_grad, found.outputs)):
+        _drop_detaches(body)
     region = Region(body, tuple(specs), cut, layer)
     _replace(gm, found, region)
     return region
+
+
+# ---------------------------------------------------------------------------- one body for many
+_RARE = 3  # one call in so many may compute gradients that nobody reads
+
+
+def share_bodies(gm: fx.GraphModule, regions: Collection[Region]) -> int:
+    """Let those of a graph's regions that differ only in which inputs need a gradient share one
+    body; returns the number of bodies.
+
+    The first layer's input needs no gradient if the embeddings are frozen. A body of its own would
+    cost its compile time; an unread gradient costs a few products of one layer. Under ``no_grad``
+    no gradient is computed at all, and with the body of what is trained a reference has its bits: a
+    ratio of log-probs begins at exactly 1.
+    """
+    mine, runs = {region.id for region in regions}, _backward_runs(gm)
+    alike: dict[str, dict[str, list[fx.Node]]] = {}
+    for call in region_calls(gm):
+        region = call.meta["region"]
+        if region.id in mine:
+            alike.setdefault(region.id_without_grads, {}).setdefault(region.id, []).append(call)
+
+    def made(group: list[fx.Node]) -> int:
+        """How often a backward comes to these calls."""
+        return sum(runs[call.graph] for call in filter(is_differentiated, group))
+
+    count = 0
+    for variants in alike.values():
+        total = sum(map(made, variants.values()))
+        widest = max((v[0].meta["region"] for v in variants.values()), key=lambda r: r.num_grads)
+        for group in variants.values():
+            first = group[0].meta["region"]
+            rare = _RARE * made(group) <= total
+            if first.id != widest.id and rare and _covers(widest, first):
+                for call in group:
+                    set_region(call, replace(widest, layer=call.meta["region"].layer))
+            else:
+                count += 1
+    return count
+
+
+def _backward_runs(gm: fx.GraphModule) -> Counter[fx.Graph]:
+    """How often the backward of a graph comes to that of each graph in it."""
+    found = Counter([gm.graph])
+    for call in filter(needs_grad, gm.graph.nodes):
+        if (body := body_of(gm, call)) is not None:
+            found += _backward_runs(body)
+    return found
+
+
+def _covers(wide: Region, narrow: Region) -> bool:
+    pairs = zip(wide.inputs, narrow.inputs, strict=True)
+    return all(w.needs_grad or not n.needs_grad for w, n in pairs)
 
 
 # ---------------------------------------------------------------------------- what is inside
@@ -206,6 +271,16 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
     topological_sort(graph)
     graph.lint()
     return graph_module(gm, graph)
+
+
+def _drop_detaches(body: fx.GraphModule) -> None:
+    """Leave out what stands in no gradient's way, as none flows here: all that runs under
+    ``no_grad`` is detached, value by value, and so equals what runs with gradients."""
+    for node in list(body.graph.nodes):
+        if is_call(node, aten.detach.default):
+            node.replace_all_uses_with(as_node(node.args[0]))
+            body.graph.erase_node(node)
+    body.recompile()
 
 
 # ---------------------------------------------------------------------------- the call

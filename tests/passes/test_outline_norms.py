@@ -10,6 +10,7 @@ from torch import nn
 
 import fxrl
 from fxrl.ir.printer import print_graph
+from fxrl.ir.region import region_calls
 from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.passes.outline_norms import OutlineNorms
 from tests.capture.mixer import assert_matches_eager
@@ -140,3 +141,26 @@ def test_numbers_and_gradients_are_eagers(model):
     step = fxrl.optimize(model, square_loss, ONLY)
     assert_matches_eager(step, square_loss, model, ids_batch(3, 7), tol=1e-12)
     assert [r.site for r in step.report.remarks if r.pass_name == "outline-norms"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("behind", [rms, layer_norm, last_rows])
+def test_a_reference_without_gradients_runs_the_body_of_the_norm_that_is_trained(behind, trained):
+    """So both have the same bits, whatever the compiler makes of it."""
+
+    def loss_fn(model, batch):
+        with torch.no_grad():
+            reference = model(batch["ids"])
+        return (model(batch["ids"]) - reference).exp().mean()
+
+    model = Normed(behind, layers=3)
+    model.scale.requires_grad_(trained)
+    step = fxrl.optimize(model, loss_fn, ONLY)
+    assert_matches_eager(step, loss_fn, model, ids_batch(), tol=1e-12)
+    gm = lowered(lambda b: loss_fn(model, b), ids_batch())
+    OutlineLayers().run(gm)
+    OutlineNorms().run(gm)
+    regions = [call.meta["region"] for call in region_calls(gm)]
+    norms = [region.id for region in regions if not region.layer]
+    assert len(norms) == 2
+    assert len({*norms}) == 1
