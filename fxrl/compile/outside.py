@@ -14,7 +14,7 @@ from torch import fx
 from fxrl.analysis.saved_tensors import read_later
 from fxrl.analysis.stretches import Stretch
 from fxrl.compile.bodies.figures import Figures
-from fxrl.compile.region_costs import Profiles, call_cost, eager_seconds, off_meta
+from fxrl.compile.region_costs import Profiles, call_cost, eager_seconds, of_call, off_meta
 from fxrl.ir.graph import (
     EMBEDDING,
     HOST_ROWS,
@@ -215,7 +215,8 @@ class Outside:
         inputs: Any = node.args[0]
         tile: Any = node.args[2]
         values = [arg.meta["val"] for arg in inputs]
-        return self._profiles(off_meta(region)).at(values, self._measure, self._target, tile)
+        profiled = self._profiles(off_meta(region))
+        return of_call(node, profiled.at(values, self._measure, self._target, tile))
 
     def _seconds(self, node: fx.Node) -> float:
         """Seconds of a loss head or of another region that is no layer.

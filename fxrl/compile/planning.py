@@ -32,7 +32,7 @@ from fxrl.compile.region_costs import (
     eager_seconds,
     handed,
     input_bytes,
-    undifferentiated,
+    of_call,
 )
 from fxrl.errors import PlanError
 from fxrl.ir.graph import hint, inputs_of, is_tensor, needs_grad, shape_of, val_of
@@ -474,10 +474,8 @@ class StepChain:
             inputs: Any = call.args[0]
             values = [node.meta["val"] for node in inputs]
             profiled = planner.profiles(as_profiled(region))
-            found = profiled.at(values, self.measure, planner.target)
-            if not is_differentiated(call):
-                found = undifferentiated(found)
-            elif region.again == "forward":
+            found = of_call(call, profiled.at(values, self.measure, planner.target))
+            if is_differentiated(call) and region.again == "forward":
                 found, made = handed(found)
                 hands += made
             again += found.again_s if region.again != "never" else 0.0

@@ -29,7 +29,7 @@ from fxrl.ir.graph import (
     tensor_val,
 )
 from fxrl.ir.plan import CutLayer, Plan
-from fxrl.ir.region import Again, Cut, Region, once_for
+from fxrl.ir.region import Again, Cut, Region, is_differentiated, once_for
 from fxrl.ir.remark import Refusal
 from fxrl.ops.masked_attention import share_of_blocks
 from fxrl.passes.group_heads import group_heads
@@ -165,8 +165,10 @@ def as_profiled(region: Region) -> Region:
     return replace(region, again="never") if region.again == "forward" else region
 
 
-def undifferentiated(figures: Figures) -> Figures:
-    """Figures of a region's call to which no backward comes."""
+def of_call(call: fx.Node, figures: Figures) -> Figures:
+    """A region's figures for one of its calls: where no backward comes to it, nothing waits."""
+    if is_differentiated(call):
+        return figures
     return replace(figures, saved=(), backward_bytes=0, backward_s=0.0, again_s=0.0)
 
 

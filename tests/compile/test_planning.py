@@ -2,11 +2,13 @@
 
 import functools
 import json
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fxrl
 from fxrl import losses
@@ -184,6 +186,22 @@ def test_a_forward_without_gradients_keeps_nothing():
     assert beside.peak_gpu_bytes == pytest.approx(alone.peak_gpu_bytes, rel=0.02)
     ahead = [m for m in beside.timeline if m.phase == "forward"][:DEPTH]
     assert [m.parts["kept for the backward"] for m in ahead] == [0] * DEPTH
+
+
+class LastNorm(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def test_nor_does_the_norm_behind_its_layers():
+    model, sizes = wide_stack("meta"), batch(1024) | {"other": batch(1024)["ids"]}
+    model.head = nn.Sequential(OrderedDict(norm=LastNorm(), out=model.head))
+    kept = []
+    for loss_fn in (square_loss, beside_reference):
+        plan = stepped(model, loss_fn, passes=(*PASSES, "outline-norms")).plan_for(sizes)
+        assert any(site.startswith("0:head.norm/") for site in plan.choices)
+        kept += [m.parts["kept for the backward"] for m in plan.timeline if m.phase == "head"]
+    assert kept[1] == pytest.approx(kept[0], rel=1e-3)
 
 
 def test_heads_of_both_forwards_keep_exponentials_beside_each_other():
