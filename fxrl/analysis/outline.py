@@ -137,7 +137,9 @@ def outline(
         assert val is not None
         alive = node.op in ("placeholder", "get_attr")
         specs.append(InputSpec(val, False, back and needs_grad(node), alive))
-    if not any(map(needs_grad, found.outputs)):
+    inside = set(found.nodes)
+    readers = (user for node in found.outputs for user in _readers(node) if user not in inside)
+    if all(is_call(user, aten.detach.default) for user in readers):
         _drop_detaches(body)
     region = Region(body, tuple(specs), cut, layer)
     _replace(gm, found, region)
@@ -274,8 +276,8 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
 
 
 def _drop_detaches(body: fx.GraphModule) -> None:
-    """Leave out what stands in no gradient's way, as none flows here: all that runs under
-    ``no_grad`` is detached, value by value, and so equals what runs with gradients."""
+    """Leave out what keeps no gradient off, as results are detached again: so is all that runs
+    under ``no_grad``, value by value, which then equals what runs with gradients."""
     for node in list(body.graph.nodes):
         if is_call(node, aten.detach.default):
             node.replace_all_uses_with(as_node(node.args[0]))

@@ -164,3 +164,19 @@ def test_a_reference_without_gradients_runs_the_body_of_the_norm_that_is_trained
     norms = [region.id for region in regions if not region.layer]
     assert len(norms) == 2
     assert len({*norms}) == 1
+
+
+def test_what_a_loss_detaches_gets_no_gradient_of_a_norm_that_is_trained():
+    def states(model, ids):
+        x = model.embed(ids)
+        for block in model.blocks:
+            x = block(x)
+        return x
+
+    def loss_fn(model, batch):
+        fixed = rms(states(model, batch["ids"].flip(1)), model.scale).detach() * 2
+        return (rms(states(model, batch["ids"]), model.scale) * 2 @ fixed.mT).tanh().mean()
+
+    model = Normed(rms)
+    step = fxrl.optimize(model, loss_fn, ONLY)
+    assert_matches_eager(step, loss_fn, model, ids_batch(), tol=1e-12)
