@@ -49,7 +49,7 @@ from fxrl.ir.pipeline import Rewritten
 from fxrl.ir.plan import Plan
 from fxrl.ir.region import Region, region_calls, regions_of, text_on_any_gpu
 from fxrl.ir.remark import Refusal, Remark, RemarkKind, Report
-from fxrl.ir.site import name_held, name_inside, name_sites
+from fxrl.ir.site import name_held, name_modules, name_sites
 from fxrl.ir.source import source_of_trace, user_source
 from fxrl.ops.context_parallel import told_by_first, told_by_ranks
 from fxrl.ops.host_memory import pool_of
@@ -94,9 +94,9 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         name_held(gm, self.held)
-        if self.model is not None and not is_first_graph():
+        if self.model is not None:
             names = {str(id(module)): name for name, module in self.model.named_modules()}
-            name_inside(gm, names, str(id(owner_of_graph())))
+            name_modules(gm, names, str(id(owner_of_graph())))
         gm, lifted = share_bodies(gm)
         capture = Capture(len(self.captures), gm)
         self.captures.append(capture)

@@ -23,10 +23,6 @@ from fxrl.ir.bodies import graphs_of
 from fxrl.ir.graph import reached
 
 _KEY = "site"
-# An instance's own forward, as accelerate, TRL and layers captured once have: it holds the module.
-_OWN_FORWARD = re.compile(r"\.forward(\.__func__|\.checkpointed)?\.__closure__\..*?\.__self__")
-# What stands for a method of PEFT (capture/adapters.py) holds modules by their paths.
-_OWN_BLOCK = re.compile(r"(^|\.)disable_adapter\.__closure__\.\d+\.cell_contents(?=\.)")
 _MODULES = re.compile(r"\.__dict__\['_modules'\]")
 # So says Dynamo of modules whose parameters are lent, as ``torch.func.functional_call`` does.
 _GETATTR = re.compile(r"getattr\(([^()]+), '(\w+)'\)")
@@ -38,8 +34,7 @@ def plain_path(where: str) -> str:
     while (flat := _GETATTR.sub(r"\1.\2", where)) != where:  # the innermost first
         where = flat
     path = _ITEM.sub(r".\1", _MODULES.sub("", where)).replace("..", ".")
-    path = _OWN_BLOCK.sub("", _OWN_FORWARD.sub("", path)).removeprefix(".")
-    return path.removeprefix("L.").removeprefix("model.")
+    return path.removeprefix(".").removeprefix("L.").removeprefix("model.")
 
 
 def name_held(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
@@ -56,11 +51,12 @@ def name_held(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
                 node.meta["nn_module_stack"] = stack
 
 
-def name_inside(gm: fx.GraphModule, names: Mapping[str, str], around: str) -> None:
-    """Give modules of a graph that begins inside of the model their full ``names``, by id: Dynamo
-    has paths from where the graph begins, such as ``L['self'].q_proj``. Added as outer modules are
-    the one with the id ``around``, in a method of which the graph begins, and those that hold the
-    outermost module, in whose calls it begins."""
+def name_modules(gm: fx.GraphModule, names: Mapping[str, str], around: str) -> None:
+    """Give modules of the model their own ``names``, by id. Dynamo has the ways by which it came to
+    them: from where a graph begins inside of the model, such as ``L['self'].q_proj``, or through
+    what the closure of an instance's own forward holds, as accelerate, TRL and layers captured once
+    have it. Added as outer modules are the one with the id ``around``, in a method of which the
+    graph begins, and those that hold the outermost module, in whose calls it begins."""
     ids = {name: key for key, name in names.items()}
     for graph in graphs_of(gm):
         for node in graph.nodes:

@@ -477,7 +477,7 @@ def frozen(kind=Layer, depth=4):
         (lambda: make(model=compiled_in_place), "3 layers were captured as 1"),
         (lambda: make(model=frozen), "4 layers were captured as 2"),
         (lambda: make(model=twice), "2 layers were captured as 1"),
-        (lambda: make(model=InTwoLists), "8 layers were captured as 2"),
+        (lambda: make(model=InTwoLists), "8 layers were captured as 1"),
     ],
     ids=[
         *("two-kinds", "constant", "shared-weight", "compiled", "compiled-in-place"),
