@@ -26,7 +26,7 @@ from typing import Any, Self
 from torch import fx
 
 from fxrl.analysis.layers import Layer, layer_nodes, part_views, signature, split_layer
-from fxrl.analysis.outline import find_outline, outline, share_bodies
+from fxrl.analysis.outline import find_outline, outline, share_widest
 from fxrl.config import Config
 from fxrl.ir.bodies import CALL_LAYER, body_of
 from fxrl.ir.graph import is_call, is_tensor, numel_hint, tensor_val
@@ -145,7 +145,7 @@ class OutlineLayers(Pass[LayerSite]):
         if not regions:
             raise failed[0]
         tidy(gm)
-        bodies = share_bodies(gm, regions)
+        bodies = share_widest(gm, regions)
         left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
         compiled = "compiled body" if bodies == 1 else "compiled bodies"
         return Applied(f"{names_of(site)} in {calls} calls of {bodies} {compiled}{left}")

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxrl.analysis.layers import layer_path
-from fxrl.analysis.outline import computes, find_outline, illegal, outline, share_bodies
+from fxrl.analysis.outline import computes, find_outline, illegal, outline, share_widest
 from fxrl.analysis.saved_tensors import predict_saved
 from fxrl.ir.graph import (
     COPIES,
@@ -76,7 +76,7 @@ class OutlineNorms(Pass[NormSite]):
     def rewrite(self, gm: fx.GraphModule, site: NormSite, choice: Choice) -> Applied:
         outline(gm, site.nodes, cut="fewest")
         tidy(gm)
-        share_bodies(gm, [r for call in region_calls(gm) if not (r := call.meta["region"]).layer])
+        share_widest(gm, [r for call in region_calls(gm) if not (r := call.meta["region"]).layer])
         what = f"{len(site.nodes)} ops behind the layers in a compiled body"
         return Applied(what, site.saved_bytes)
 

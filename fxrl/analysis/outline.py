@@ -137,9 +137,7 @@ def outline(
         assert val is not None
         alive = node.op in ("placeholder", "get_attr")
         specs.append(InputSpec(val, False, back and needs_grad(node), alive))
-    inside = set(found.nodes)
-    readers = (user for node in found.outputs for user in _readers(node) if user not in inside)
-    if all(is_call(user, aten.detach.default) for user in readers):
+    if _is_detached_again(found):
         _drop_detaches(body)
     region = Region(body, tuple(specs), cut, layer)
     _replace(gm, found, region)
@@ -150,7 +148,7 @@ def outline(
 _RARE = 3  # one call in so many may compute gradients that nobody reads
 
 
-def share_bodies(gm: fx.GraphModule, regions: Collection[Region]) -> int:
+def share_widest(gm: fx.GraphModule, regions: Collection[Region]) -> int:
     """Let those of a graph's regions that differ only in which inputs need a gradient share one
     body; returns the number of bodies.
 
@@ -275,9 +273,16 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
     return graph_module(gm, graph)
 
 
+def _is_detached_again(found: Outline) -> bool:
+    """Whether all that reads results of a part detaches them, as where code runs under ``no_grad``:
+    whatever the part detaches itself, no gradient gets in."""
+    inside = set(found.nodes)
+    readers = (user for node in found.outputs for user in _readers(node) if user not in inside)
+    return all(is_call(user, aten.detach.default) for user in readers)
+
+
 def _drop_detaches(body: fx.GraphModule) -> None:
-    """Leave out what keeps no gradient off, as results are detached again: so is all that runs
-    under ``no_grad``, value by value, which then equals what runs with gradients."""
+    """Leave out each detach, so that a body equals the one of what runs with gradients."""
     for node in list(body.graph.nodes):
         if is_call(node, aten.detach.default):
             node.replace_all_uses_with(as_node(node.args[0]))
