@@ -29,9 +29,9 @@ from fxrl.passes.join_products import JoinProducts
 from fxrl.passes.keep_exponentials import KeepExponentials
 from fxrl.passes.merge_adapter_products import MergeAdapterProducts
 from fxrl.passes.offload import Offload
+from fxrl.passes.open_functions import OpenFunctions
 from fxrl.passes.open_layer_checkpoints import OpenLayerCheckpoints
 from fxrl.passes.open_loss_checkpoints import OpenLossCheckpoints
-from fxrl.passes.open_loss_functions import OpenLossFunctions
 from fxrl.passes.outline_layers import OutlineLayers
 from fxrl.passes.outline_norms import OutlineNorms
 from fxrl.passes.rebatch_loops import RebatchLoops
@@ -50,7 +50,7 @@ REGISTRY: dict[str, type[Pass[Any]]] = {
     for one in (
         # one spelling for what PyTorch spells in several ways
         OpenLossCheckpoints,
-        OpenLossFunctions,
+        OpenFunctions,
         DifferentiateCopies,
         TensorizeFloats,
         RebatchLoops,

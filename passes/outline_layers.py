@@ -32,7 +32,7 @@ from fxrl.ir.bodies import CALL_LAYER, body_of
 from fxrl.ir.graph import is_call, is_tensor, numel_hint, tensor_val
 from fxrl.ir.graph_pass import SETTLED, Applied, Miss, Pass, PassDoc, Site, tidy
 from fxrl.ir.plan import Choice, CutLayer, Keep, Plan, Rewrite
-from fxrl.ir.region import Region
+from fxrl.ir.region import region_calls
 from fxrl.ir.remark import Refusal
 from fxrl.ir.site import module_path
 
@@ -129,7 +129,7 @@ class OutlineLayers(Pass[LayerSite]):
         return Rewrite(self.name)
 
     def rewrite(self, gm: fx.GraphModule, site: LayerSite, choice: Choice) -> Applied:
-        regions: list[Region] = []
+        made: list[fx.Node] = []
         failed: list[Refusal] = []
         calls, times = 0, Counter([gm, *(body for body, _ in _called(gm, None))])
         distinct: dict[Any, Layer] = {}
@@ -138,17 +138,21 @@ class OutlineLayers(Pass[LayerSite]):
         for (owner, _), layer in distinct.items():
             for part in part_views(owner.graph, layer.parts):
                 try:
-                    regions.append(outline(owner, part, cut="products", layer=layer.site))
+                    made.append(outline(owner, part, cut="products", layer=layer.site))
                     calls += times[owner]
                 except Refusal as refusal:
                     failed.append(refusal)
-        if not regions:
+        if not made:
             raise failed[0]
         tidy(gm)
-        bodies = share_widest(gm, regions)
-        left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
+        share_widest(gm, [call for call in region_calls(gm) if call.meta["region"].layer])
+        bodies = len({call.meta["region"].id for call in made})
         compiled = "compiled body" if bodies == 1 else "compiled bodies"
-        return Applied(f"{names_of(site)} in {calls} calls of {bodies} {compiled}{left}")
+        what = f"{names_of(site)} in {calls} calls of {bodies} {compiled}"
+        if len(parts := site.layers[0][1].parts) > 1:
+            what += f", {len(parts)} parts each: {_why_cut(site.layers[0][1])}"
+        left = f"; {len(failed)} parts run op by op: {failed[0]}" if failed else ""
+        return Applied(what + left)
 
 
 # ---------------------------------------------------------------------------- what there is
@@ -187,8 +191,8 @@ def _judged(layers: tuple[tuple[fx.GraphModule, Layer], ...]) -> Iterator[LayerS
     site = LayerSite(anchor, 0, layers)
     try:
         if len(layer.parts) > _MANY_PARTS:
-            node, why = layer.barriers[0]
-            raise Refusal(f"fall into {len(layer.parts)} parts: %{node} {why}", at=node)
+            reason = f"fall into {len(layer.parts)} parts: {_why_cut(layer)}"
+            raise Refusal(reason, at=layer.barriers[0][0])
         for part in layer.parts:
             find_outline(owner.graph, part)
     except Refusal as refusal:
@@ -196,6 +200,12 @@ def _judged(layers: tuple[tuple[fx.GraphModule, Layer], ...]) -> Iterator[LayerS
         yield Miss(anchor, Refusal(reason, refusal.cure, refusal.at))
     else:
         yield site
+
+
+def _why_cut(layer: Layer) -> str:
+    """The first call that stays outside of a layer's bodies, and why."""
+    node, why = layer.barriers[0]
+    return f"%{node} {why}"
 
 
 def _hidden_values(site: LayerSite) -> int:

@@ -76,7 +76,7 @@ class OutlineNorms(Pass[NormSite]):
     def rewrite(self, gm: fx.GraphModule, site: NormSite, choice: Choice) -> Applied:
         outline(gm, site.nodes, cut="fewest")
         tidy(gm)
-        share_widest(gm, [r for call in region_calls(gm) if not (r := call.meta["region"]).layer])
+        share_widest(gm, [call for call in region_calls(gm) if not call.meta["region"].layer])
         what = f"{len(site.nodes)} ops behind the layers in a compiled body"
         return Applied(what, site.saved_bytes)
 

@@ -24,12 +24,15 @@ from fxrl.ir.graph import (
     PRODUCTS,
     draws_random,
     example_of,
+    held,
     is_call,
     is_quantized_product,
     is_tensor,
     is_view,
+    library_weight,
     tensor_val,
 )
+from fxrl.ir.printer import print_graph
 from fxrl.ir.site import plain_path, site_name
 
 aten = torch.ops.aten
@@ -105,7 +108,8 @@ def has_work(nodes: Iterable[fx.Node]) -> bool:
 
 def is_product(node: fx.Node) -> bool:
     """Whether ``node`` is a matrix product: too dear to be computed twice."""
-    return is_call(node, *PRODUCTS) or is_quantized_product(node)
+    own = is_call(node, *PRODUCTS) or is_quantized_product(node)
+    return own or library_weight(node) is not None
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -218,7 +222,11 @@ def signature(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
             return f"<{example_of(node)}>"  # one size may have several names
         if node not in places:
             places[node] = len(places)
-            lines.append((places[node], "in", type_of(example_of(node))))
+            inner = held(node) if node.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):  # such as the gradient of a value
+                lines.append((places[node], "graph", print_graph(inner)))
+            else:
+                lines.append((places[node], "in", type_of(example_of(node))))
         return f"%{places[node]}"
 
     for node in nodes:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from fxrl.ir.bodies import body_of, graph_module
+from fxrl.ir.bodies import HALVES, WITH_GRADIENT, body_of, graph_module
 from fxrl.ir.graph import (
     EXCHANGES,
     PIECEWISE_PRODUCTS,
@@ -41,8 +41,6 @@ from fxrl.ir.region import (
     Region,
     call_region,
     differentiated,
-    is_differentiated,
-    region_calls,
     set_region,
 )
 from fxrl.ir.remark import Refusal
@@ -71,8 +69,13 @@ class Outline:
 def illegal(node: fx.Node) -> str | None:
     """Why a node cannot stand inside a region; None where it can.
 
-    A region holds functional ATen whose result depends on its operands alone.
+    A region holds functional ATen whose result depends on its operands alone, and values whose
+    gradient is a graph of such.
     """
+    if node.target is WITH_GRADIENT:
+        return None
+    if isinstance(why := node.meta.get(HALVES), str):
+        return f"is an autograd.Function that could not be lowered: {why}"
     if isinstance(node.target, HigherOrderOperator):
         return f"calls {node.target}, which has a graph for a body"
     if not isinstance(node.target, OpOverload):
@@ -114,8 +117,7 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
     for node in ordered:
         if (reason := illegal(node)) is not None:
             raise Refusal(f"%{node} {reason}", at=node)
-    # In the order of first use, which is the same for equal parts wherever their inputs come from.
-    inputs = dict.fromkeys(arg for node in ordered for arg in node.all_input_nodes)
+    inputs = _first_reads(ordered)
     return Outline(
         ordered,
         tuple(n for n in inputs if n not in inside and _example(n) is not None),
@@ -123,12 +125,21 @@ def find_outline(graph: fx.Graph, nodes: Collection[fx.Node]) -> Outline:
     )
 
 
+def _first_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """What nodes read, in the order of first use: it is the same for equal parts, wherever their
+    inputs come from and whatever is detached."""
+    detached = {node: node.args[0] for node in nodes if is_call(node, aten.detach.default)}
+    readers = (node for node in nodes if node not in detached)
+    read: list[Any] = [detached.get(n, n) for node in readers for n in node.all_input_nodes]
+    return dict.fromkeys([*read, *detached.values()])
+
+
 def outline(
     gm: fx.GraphModule, nodes: Collection[fx.Node], *, cut: Cut = "inputs", layer: str = ""
-) -> Region:
-    """Replace ``nodes``, and what ``find_outline`` adds to them, by a region call, in place;
-    ``tidy`` the graph afterwards. Raises ``Refusal``, leaving only dead nodes behind, if they
-    cannot be outlined."""
+) -> fx.Node:
+    """Replace ``nodes``, and what ``find_outline`` adds to them, by a region call, in place, and
+    return it; ``tidy`` the graph afterwards. Raises ``Refusal``, leaving only dead nodes behind, if
+    they cannot be outlined."""
     found = find_outline(gm.graph, nodes)
     body = _body(gm, found)
     specs = []
@@ -137,50 +148,55 @@ def outline(
         assert val is not None
         alive = node.op in ("placeholder", "get_attr")
         specs.append(InputSpec(val, False, back and needs_grad(node), alive))
-    if _is_detached_again(found):
-        _drop_detaches(body)
-    region = Region(body, tuple(specs), cut, layer)
-    _replace(gm, found, region)
-    return region
+    return _replace(gm, found, Region(body, tuple(specs), cut, layer))
 
 
 # ---------------------------------------------------------------------------- one body for many
 _RARE = 3  # one call in so many may compute gradients that nobody reads
 
 
-def share_widest(gm: fx.GraphModule, regions: Collection[Region]) -> int:
-    """Let those of a graph's regions that differ only in which inputs need a gradient share one
-    body; returns the number of bodies.
+def share_widest(gm: fx.GraphModule, calls: Iterable[fx.Node]) -> None:
+    """Let those of a graph's region calls share one body that differ only in which inputs need a
+    gradient; and where no backward comes, any body with the same values.
 
     The first layer's input needs no gradient if the embeddings are frozen. A body of its own would
     cost its compile time; an unread gradient costs a few products of one layer. Under ``no_grad``
     no gradient is computed at all, and with the body of what is trained a reference has its bits: a
     ratio of log-probs begins at exactly 1.
     """
-    mine, runs = {region.id for region in regions}, _backward_runs(gm)
+    runs = _backward_runs(gm)
     alike: dict[str, dict[str, list[fx.Node]]] = {}
-    for call in region_calls(gm):
+    for call in calls:
         region = call.meta["region"]
-        if region.id in mine:
-            alike.setdefault(region.id_without_grads, {}).setdefault(region.id, []).append(call)
+        alike.setdefault(region.id_of_values, {}).setdefault(region.id, []).append(call)
+    for groups in alike.values():
+        _share(list(groups.values()), runs)
 
-    def made(group: list[fx.Node]) -> int:
-        """How often a backward comes to these calls."""
-        return sum(runs[call.graph] for call in filter(is_differentiated, group))
 
-    count = 0
-    for variants in alike.values():
-        total = sum(map(made, variants.values()))
-        widest = max((v[0].meta["region"] for v in variants.values()), key=lambda r: r.num_grads)
-        for group in variants.values():
-            first = group[0].meta["region"]
-            rare = _RARE * made(group) <= total
-            if first.id != widest.id and rare and _covers(widest, first):
-                for call in group:
-                    set_region(call, replace(widest, layer=call.meta["region"].layer))
-            else:
-                count += 1
-    return count
+def _share(groups: list[list[fx.Node]], runs: Counter[fx.Graph]) -> None:
+    """Share bodies among regions with the same values, of which ``groups`` has the calls; ``runs``
+    is how often a backward comes to a graph."""
+
+    def region_of(group: list[fx.Node]) -> Region:
+        region: Region = group[0].meta["region"]
+        return region
+
+    def reached(group: list[fx.Node]) -> int:
+        """How often a gradient comes to what these calls return."""
+        return sum(runs[call.graph] for call in filter(needs_grad, group))
+
+    total: Counter[str] = Counter()
+    for group in groups:
+        total[region_of(group).id_without_grads] += reached(group)
+    widest: dict[str, Region] = {}
+    for group in sorted(groups, key=lambda group: -region_of(group).num_grads):
+        region, key = region_of(group), region_of(group).id_without_grads
+        wide = widest.setdefault(key, region)
+        if not reached(group):
+            wide = next(iter(widest.values()))
+        if _RARE * reached(group) <= total[key] and _covers(wide, region):
+            for call in group:
+                set_region(call, replace(wide, layer=call.meta["region"].layer))
 
 
 def _backward_runs(gm: fx.GraphModule) -> Counter[fx.Graph]:
@@ -252,6 +268,7 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
     """The part as a graph of its own; equal parts give equal text, whatever their names were."""
     graph = fx.Graph()
     places: dict[fx.Node, Any] = {}
+    backwards: dict[str, fx.GraphModule] = {}
     for index, node in enumerate(found.inputs):
         places[node] = graph.placeholder(f"arg{index}")
         places[node].meta["val"] = _example(node)
@@ -261,6 +278,10 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
         return places[node] if node in places else sizes.arg(node.meta.get("val"), node)
 
     for node in found.nodes:
+        if node.target is WITH_GRADIENT:
+            name = f"backward_{len(backwards)}"
+            backwards[name] = held(as_node(node.args[0]))
+            places[as_node(node.args[0])] = graph.get_attr(name)
         target: Any = node.target
         copy = graph.call_function(
             target, fx.map_arg(node.args, place), fx.map_arg(node.kwargs, place)
@@ -270,28 +291,11 @@ def _body(gm: fx.GraphModule, found: Outline) -> fx.GraphModule:
     graph.output(tuple(places[node] for node in found.outputs))
     topological_sort(graph)
     graph.lint()
-    return graph_module(gm, graph)
-
-
-def _is_detached_again(found: Outline) -> bool:
-    """Whether all that reads results of a part detaches them, as where code runs under ``no_grad``:
-    whatever the part detaches itself, no gradient gets in."""
-    inside = set(found.nodes)
-    readers = (user for node in found.outputs for user in _readers(node) if user not in inside)
-    return all(is_call(user, aten.detach.default) for user in readers)
-
-
-def _drop_detaches(body: fx.GraphModule) -> None:
-    """Leave out each detach, so that a body equals the one of what runs with gradients."""
-    for node in list(body.graph.nodes):
-        if is_call(node, aten.detach.default):
-            node.replace_all_uses_with(as_node(node.args[0]))
-            body.graph.erase_node(node)
-    body.recompile()
+    return graph_module(gm, graph, held=backwards)
 
 
 # ---------------------------------------------------------------------------- the call
-def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> None:
+def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> fx.Node:
     # Looking at all of the graph for each of many outlines adds up; most need no sizes, and fit in.
     inside = set(found.nodes)
     readers = [u for n in found.nodes for u in n.users if _is_size(u) and u.users]
@@ -313,3 +317,4 @@ def _replace(gm: fx.GraphModule, found: Outline, region: Region) -> None:
             gm.graph.erase_node(node)
     if not fits:
         topological_sort(gm.graph)
+    return as_node(call)

@@ -9,7 +9,7 @@ has a backward of its own (autograd.Function, checkpoint, attention) stays one o
 
 A graph is traced (``capture.tracing``), spelled in one way (``capture.canonical``) and given its
 inputs' marks; then the bodies of its calls are lowered likewise. An ``autograd.Function`` stays one
-call, unless ``open-loss-functions`` opens it by its two halves, which are kept beside it.
+call until ``open-functions`` opens it by its two halves, which are kept beside it.
 """
 
 from __future__ import annotations
@@ -253,14 +253,14 @@ def _move(own: fx.GraphModule, path: str) -> None:
 
 # ---------------------------------------------------------------------------- halves of functions
 def _lower_functions(gm: fx.GraphModule) -> None:
-    """Leave at each call of an ``autograd.Function`` outside of the layers its halves, or why they
-    could not be lowered."""
+    """Leave at each call of an ``autograd.Function`` its halves, or why it cannot be lowered."""
     for call in gm.graph.find_nodes(op="call_function", target=AUTOGRAD_FUNCTION):
-        if layer_path(call) is None:
-            try:
-                call.meta[HALVES] = _halves(gm, call)
-            except Exception as error:  # a body can hold anything that PyTorch can
-                call.meta[HALVES] = first_line(error)
+        try:
+            call.meta[HALVES] = _halves(gm, call)
+        except Refusal as refusal:
+            call.meta[HALVES] = refusal.reason
+        except Exception as error:  # a body can hold anything that PyTorch can
+            call.meta[HALVES] = first_line(error)
 
 
 def _halves(gm: fx.GraphModule, call: fx.Node) -> Halves:

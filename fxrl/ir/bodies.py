@@ -38,16 +38,18 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: fx.GraphModule, inputs: int, values: int, *given: Any) -> Any:
-        ctx.graph, ctx.inputs, ctx.ahead = graph, inputs, inputs + values
-        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in given]
-        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in given))
-        return tuple(value.view_as(value) for value in given[inputs : ctx.ahead])
+        ctx.graph, ctx.inputs, ctx.given = graph, inputs, len(given)
+        ahead = inputs + values
+        read = given[ahead:]
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in read]
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in read))
+        return tuple(value.view_as(value) for value in given[inputs:ahead])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         both = zip(ctx.saved_tensors, ctx.others, strict=True)
-        saved = [x if x is not None else other for x, other in both][ctx.ahead :]
-        without = (None for _ in ctx.others[ctx.inputs :])
+        saved = (x if x is not None else other for x, other in both)
+        without = [None] * (ctx.given - ctx.inputs)
         return None, None, None, *ctx.graph(*grads, *saved), *without
 
 
@@ -119,15 +121,21 @@ def set_body(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
         call.graph.erase_node(before)
 
 
-def graph_module(gm: fx.GraphModule, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """A graph module of ``graph`` and what it names in ``gm``, of the same kind as ``gm``.
+def graph_module(
+    gm: fx.GraphModule,
+    graph: fx.Graph,
+    name: str = "GraphModule",
+    held: Mapping[str, fx.GraphModule] | None = None,
+) -> fx.GraphModule:
+    """A graph module of ``graph`` and what it names in ``gm`` (in ``held`` where that is given), of
+    the same kind as ``gm``.
 
     NOTE [Why of the same kind]: while it compiles, torch makes graph modules whose code is written
     when they first run. Others write theirs anew, with that of all graphs inside, at each change:
     25 of the first step's 52 s at 36 checkpointed layers, both under a profiler.
     """
     kind = type(gm).__mro__[1]  # each has a class of its own
-    made: fx.GraphModule = kind(gm, graph, name)
+    made: fx.GraphModule = kind(gm if held is None else dict(held), graph, name)
     return made
 
 

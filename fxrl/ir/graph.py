@@ -95,7 +95,37 @@ def is_grouped_product(node: object) -> bool:
 
 def is_matrix_product(call: fx.Node) -> bool:
     """Whether a call is a product in the dtype of its rows."""
-    return call.target in PRODUCTS or is_grouped_product(call) or is_piecewise_product(call)
+    own = call.target in PRODUCTS or is_grouped_product(call) or is_piecewise_product(call)
+    return own or library_weight(call) is not None
+
+
+def library_weight(call: fx.Node) -> fx.Node | None:
+    """The weight by which a library's op multiplies rows, as bitsandbytes' does that read 4 bits.
+
+    Told by its operands, for such ops have no formula: of rows of K values it makes rows of N, and
+    one of the graph's inputs has 1 to 32 bits for each of N x K values.
+    """
+    given = call.all_input_nodes if is_library_op(call.target) else []
+    if len(given) < 2 or not is_tensor(call) or not is_tensor(given[0]):
+        return None
+    made, rows = val_of(call), val_of(given[0])
+    floats = made.is_floating_point() and rows.is_floating_point()
+    if not floats or not equal_shapes(made.shape[:-1], rows.shape[:-1]):
+        return None
+    count = hint(made.shape[-1]) * hint(rows.shape[-1])
+    for operand in given[1:]:
+        val, given_as = tensor_val(operand), base_of(operand).op
+        if val is None or val.dim() > 2 or given_as == "call_function":
+            continue  # keys of an attention are computed, and have more dims
+        if count <= 8 * numel_hint(operand) * val.element_size() <= 32 * count:
+            return operand
+    return None
+
+
+def is_library_op(target: object) -> bool:
+    """Whether a call's target is an op that neither PyTorch nor fxrl defines."""
+    known = ("aten", "prims", "prim", "fxrl")
+    return isinstance(target, OpOverload) and target.namespace not in known
 
 
 def is_attention(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from fxrl.ir.bodies import graphs_of
+from fxrl.ir.bodies import WITH_GRADIENT, graphs_of
 from fxrl.ir.graph import inputs_of, is_call, needs_grad, propagate_requires_grad, reached
 from fxrl.ir.printer import Symbols, print_graph
 from fxrl.ir.remark import Refusal
@@ -117,6 +117,12 @@ class Region:
         return self._hash(body_text(self.forward), specs)
 
     @cached_property
+    def id_of_values(self) -> str:
+        """Equal for regions that return the same, whatever has a gradient, and which one."""
+        specs = [replace(spec, needs_grad=False) for spec in self.inputs]
+        return self._hash(_text_of_values(self.forward), specs)
+
+    @cached_property
     def id_on_any_gpu(self) -> str:
         """What the id would be were the GPU another one of its kind."""
         return self._hash(text_on_any_gpu(self.forward), self.inputs, any_gpu=True)
@@ -134,6 +140,28 @@ class Region:
 def body_text(body: fx.GraphModule) -> str:
     """``print_graph`` of a body."""
     return print_graph(body)
+
+
+@once_for
+def _text_of_values(body: fx.GraphModule) -> str:
+    """``body_text`` without each ``detach``, and without gradients that are given."""
+    graph = fx.Graph()
+    places: dict[fx.Node, Any] = {}
+    for node in body.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: places.get(arg, arg))
+        if node.op == "output":
+            graph.output(args[0])
+        elif is_call(node, torch.ops.aten.detach.default):
+            places[node] = args[0]
+        elif node.target is WITH_GRADIENT:
+            _, inputs, values, *given = args
+            places[node] = given[inputs : inputs + values]
+        elif is_call(node, operator.getitem) and isinstance(args[0], list):
+            places[node] = args[0][args[1]]
+        elif node.op != "get_attr":  # of a gradient
+            places[node] = graph.create_node(node.op, node.target, args, kwargs)
+            places[node].meta = node.meta
+    return print_graph(graph)
 
 
 def mark_grads(graph: fx.Graph, trained: Sequence[bool]) -> None:

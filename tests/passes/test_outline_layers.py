@@ -190,12 +190,22 @@ class Routed(nn.Module):
         return x + self.down(torch.tanh(self.up(tokens[picked]))).mean(0)
 
 
+#: Why a layer is in two parts.
+DATA = "(aten.index.Tensor) gives a tensor whose size depends on data"
+
+
 @pytest.mark.parametrize(
     ("picked", "made"),
     [
         (torch.argsort, ["2 calls of 1 compiled body"]),
         (lambda scores: scores.topk(3).indices.int(), ["2 calls of 1 compiled body"]),
-        (lambda scores: scores > 0, 2 * ["2 calls of 2 compiled bodies"]),
+        (
+            lambda scores: scores > 0,
+            [
+                f"2 calls of 2 compiled bodies, 2 parts each: %{n} {DATA}"
+                for n in ("index", "index_1")
+            ],
+        ),
     ],
 )
 def test_rows_that_are_picked(picked, made):
@@ -337,7 +347,7 @@ def test_a_part_that_cannot_be_outlined_is_left_and_named():
     report = OutlineLayers().run(gm)
     assert_expected_inline(
         re.sub(r"\bs\d+", "s", plain(report)),
-        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled body; 2 parts run op by op: the size TruncToInt(0.5*ToFloat(s)) is told by no input""",
+        """applied: outline-layers @ 0:blocks.0-1: blocks.0 to blocks.1 in 2 calls of 1 compiled body, 2 parts each: %native_dropout (aten.native_dropout.default) draws random numbers, which a recompute would draw again; 2 parts run op by op: the size TruncToInt(0.5*ToFloat(s)) is told by no input""",
     )
     assert printed(gm).count("fxrl.region.default") == 2
     assert printed(gm).count("aten.tanh.default") == 2

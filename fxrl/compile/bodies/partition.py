@@ -39,6 +39,7 @@ from fxrl.ir.graph import (
     is_attention,
     is_call,
     is_view,
+    library_weight,
     maker_of,
     reached,
     val_of,
@@ -116,12 +117,15 @@ def _keep_attention(joint: fx.GraphModule, *, rest_again: bool) -> None:
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in late:
             made_by = maker_of(node)
-            kept = _makes_attention(made_by) or (
-                not rest_again and str(made_by.target) in _QUANTIZED_PRODUCTS
-            )
+            kept = _makes_attention(made_by) or (not rest_again and _is_unknown_product(made_by))
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             if kept or rest_again:
                 node.meta |= dict(zip(_TOLD, (policy, 0), strict=True))
+
+
+def _is_unknown_product(node: fx.Node) -> bool:
+    """Whether a call is a product that PyTorch's partitioner takes for any other op."""
+    return str(node.target) in _QUANTIZED_PRODUCTS or library_weight(node) is not None
 
 
 def _makes_attention(node: fx.Node) -> bool:
