@@ -22,6 +22,7 @@ from fxrl.ir.graph import (
     is_exchange,
     is_grouped_product,
     is_matrix_product,
+    library_weight,
     shape_of,
     val_of,
 )
@@ -122,7 +123,8 @@ def product_flops(call: fx.Node, measure: Measure) -> int:
     """FLOPs of a matrix product, batched or not. In a grouped product each row belongs to one
     group; if the result has a matrix per group, the groups share the rows that are summed over."""
     given = bound(call)
-    left = next(given[name] for name in _ROWS if name in given)
+    rows = (given[name] for name in _ROWS if name in given)
+    left = call.all_input_nodes[0] if library_weight(call) else next(rows)
     made, inner = shape_of(call), shape_of(left)[-1]
     if is_grouped_product(call) and len(made) > len(shape_of(left)):
         made = made[1:]

@@ -25,6 +25,7 @@ from fxrl.ir.graph import (
     is_call,
     is_exchange,
     is_tensor,
+    library_weight,
     val_of,
 )
 from fxrl.ops import dequantized, sharded
@@ -183,8 +184,9 @@ def workspace(call: fx.Node, measure: Measure) -> int:
 
     An attention's backward: the query's gradient and its row sums in fp32, and if heads share keys
     the gradients of keys and values for each head; under a computed mask only the row sums. A
-    product with an FP8 weight: the transposed weight, or a widened tile. An exchange among ranks
-    takes twice what it sends, its results included.
+    product with an FP8 weight: the transposed weight, or a widened tile; a library's, whose inside
+    is not known: the weight in the dtype of its rows. An exchange among ranks takes twice what it
+    sends, its results included.
     """
     if is_exchange(call):
         return 2 * exchanged_bytes(call, measure) - nbytes(call, measure)
@@ -195,6 +197,9 @@ def workspace(call: fx.Node, measure: Measure) -> int:
     if str(call.target) == SCALED_MM:
         weight: Any = call.args[2]
         return nbytes(weight, measure) if call.args[4] else 0
+    if library_weight(call) is not None:
+        made, rows = val_of(call), val_of(call.all_input_nodes[0])
+        return made.element_size() * measure(made.shape[-1]) * measure(rows.shape[-1])
     if not (is_attention(call) and is_backward(call)):
         return 0
     given = bound(call)

@@ -195,16 +195,27 @@ class _Schedule:
 
     # -- which of them one kernel writes
     def _group(self, made: Sequence[fx.Node]) -> list[list[fx.Node]]:
-        """The buffers by the kernel that writes them: each joins the last one that it can."""
+        """The buffers by the kernel that writes them: each joins the last one that it can, and the
+        others whose values it reads come along."""
         groups: list[list[fx.Node]] = []
         for node in made:
             for group in reversed(groups) if node not in self._called else ():
-                if self._together(group, node) and not self._behind(node, group, groups):
+                if self._together(group, node) and not self._behind([node], group, groups):
                     group.append(node)
+                    self._take_along(group, node, groups)
                     break
             else:
                 groups.append([node])
         return groups
+
+    def _take_along(self, group: list[fx.Node], node: fx.Node, groups: list[list[fx.Node]]) -> None:
+        """Let those run in the kernel of a value, later than they could, that it reads too."""
+        read = (other for other in groups if not self._reads[node].isdisjoint(other))
+        for other in [other for other in read if other is not group]:
+            between = self._behind(group, other, groups) or self._behind(other, group, groups)
+            if self._together(other, node) and not between:
+                group[:0] = other
+                groups.remove(other)
 
     def _together(self, group: Sequence[fx.Node], node: fx.Node) -> bool:
         reads = frozenset().union(*(self._reads[before] for before in group))
@@ -216,15 +227,19 @@ class _Schedule:
         )
 
     def _behind(
-        self, node: fx.Node, group: Sequence[fx.Node], groups: Sequence[Sequence[fx.Node]]
+        self,
+        values: Sequence[fx.Node],
+        group: Sequence[fx.Node],
+        groups: Sequence[Sequence[fx.Node]],
     ) -> bool:
-        """Whether a value needs the group through something else, so that it cannot join."""
+        """Whether values need the group through something else, so that they cannot join."""
         group_of = {n: g for g in groups for n in g}
 
         def needs(value: fx.Node) -> list[fx.Node]:
             return [read for made in group_of.get(value, ()) for read in self._reads[made]]
 
-        ahead = reached(self._reads[node].difference(group), needs)
+        read = frozenset[fx.Node]().union(*(self._reads[value] for value in values))
+        ahead = reached(read.difference(group, values), needs)
         return not {*group}.isdisjoint(ahead)
 
     def _iterates(self, node: fx.Node) -> Volume:

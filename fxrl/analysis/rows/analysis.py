@@ -24,7 +24,7 @@ from fxrl.analysis.rows.heads import (
     heads_in_functions,
     narrow_heads,
 )
-from fxrl.analysis.rows.rules import RowRules, Rule
+from fxrl.analysis.rows.rules import LIBRARY_PRODUCT, RowRules, Rule
 from fxrl.ir.bodies import WITH_GRADIENT
 from fxrl.ir.build import Builder
 from fxrl.ir.graph import (
@@ -39,6 +39,7 @@ from fxrl.ir.graph import (
     fixed_size,
     hint,
     is_call,
+    is_library_op,
     is_quantized_product,
     shape_of,
     tensor_val,
@@ -77,7 +78,7 @@ _RULES: list[tuple[Rule, tuple[Any, ...]]] = [
         aten.cumprod.default, aten.logcumsumexp.default, aten.sort.default, aten.sort.stable,
         aten.argsort.default, aten.topk.default, aten.cummax.default, aten.cummin.default)),
     (compute.layer_norm, (aten.native_layer_norm.default,)),
-    (compute.matrix_product, (*MATRIX_PRODUCTS, *QUANTIZED_PRODUCTS)),
+    (compute.matrix_product, (*MATRIX_PRODUCTS, *QUANTIZED_PRODUCTS, LIBRARY_PRODUCT)),
     (compute.vector_product, (aten.mv.default,)),
     (compute.row_products, (aten.bmm.default,)),
     (compute.quantized_rows, (QUANTIZE_ROWS,)),
@@ -405,7 +406,8 @@ def _head_key(expr: RowExpr) -> tuple[fx.Node, int] | None:
 
 
 def _is_product(expr: RowExpr) -> bool:
-    return expr.target in MATRIX_PRODUCTS or is_quantized_product(expr)
+    of_library = is_library_op(expr.target) and len(expr.args) > 1
+    return expr.target in MATRIX_PRODUCTS or is_quantized_product(expr) or of_library
 
 
 def programs(outputs: list[RowOutput]) -> list[RowProgram]:

@@ -36,6 +36,7 @@ from fxrl.ir.graph import (
     is_call,
     is_quantized_product,
     is_tensor,
+    library_weight,
     needs_grad,
     op_name,
     shape_of,
@@ -257,7 +258,7 @@ def _pooled(node: fx.Node, dim: int, count: int, builder: Builder, first: fx.Nod
 def seed(rules: RowRules, head: fx.Node) -> RowValue:
     """The logits of an LM head as rows of its hidden states."""
     rows, _, _ = factors(head)
-    if head.kwargs:
+    if head.kwargs and library_weight(head) is None:
         raise Refusal("the head's addmm has alpha or beta")
     static(shape_of(head)[-1])  # refused where it varies
     features = static(shape_of(rows)[-1])
@@ -270,6 +271,8 @@ def seed(rules: RowRules, head: fx.Node) -> RowValue:
 def _product(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
     if is_quantized_product(node):
         return _of_quantized(rules, node, rows)
+    if library_weight(node) is not None:
+        return _of_library(rules, node, rows)
     _, weight, bias = factors(node)
     matrix = shared_leaf(rules, weight)
     if node.target is aten.bmm.default:
@@ -292,9 +295,10 @@ def matrix_product(rules: RowRules, node: fx.Node) -> RowValue:
         raise Refusal("a product on narrow rows stays outside")
     if value.is_token(-1) or not value.is_token(0):
         raise Refusal("a matrix product contracts tokens")
-    if (tag := rules.tag_of_size(shape_of(node)[-1])) == VOCAB:
+    tag = rules.tag_of_size(shape_of(node)[-1])
+    if tag == VOCAB and not rules.widens_again:
         raise Refusal("the logits re-enter a layer that keeps the vocabulary dim")
-    return RowValue(_product(rules, node, value.expr), (TOKEN, tag), shape_of(node))
+    return RowValue(_product(rules, node, value.expr), (*value.tags[:-1], tag), shape_of(node))
 
 
 def _of_quantized(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
@@ -309,6 +313,17 @@ def _of_quantized(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
     halves = [rules.pool.call(operator.getitem, pair, i) for i in range(2)]
     fixed = [rules.pool.leaf(Leaf(part)) for part in (weight, scale)]  # type: ignore[arg-type]
     return rules.pool.call(node.target, rows, *halves, *fixed, gradient)
+
+
+def _of_library(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
+    """Rows times a weight by a library's op: all else that it reads is the same for every row."""
+    first = node.all_input_nodes[0]
+
+    def operand(arg: fx.Node) -> Any:
+        return rows if arg is first else shared_leaf(rules, arg)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+    return rules.pool.call(node.target, *args, **kwargs)
 
 
 def quantized_rows(rules: RowRules, node: fx.Node) -> Rows:

@@ -17,7 +17,16 @@ import torch
 from torch import fx
 
 from fxrl.analysis.rows.emit import body_graph
-from fxrl.analysis.rows.expr import TOKEN, GivenGradient, Leaf, RowExpr, RowValue, map_exprs, walk
+from fxrl.analysis.rows.expr import (
+    TOKEN,
+    GivenGradient,
+    Leaf,
+    RowExpr,
+    RowValue,
+    leaves,
+    map_exprs,
+    walk,
+)
 from fxrl.analysis.rows.rules import RowRules, Rows, operand, shared_leaf, static
 from fxrl.ir.graph import Size, ancestors, held, inputs_of, is_call, is_tensor, needs_grad, shape_of
 from fxrl.ir.remark import Refusal
@@ -35,7 +44,7 @@ def with_gradient(rules: RowRules, node: fx.Node) -> Rows:
     tokens = rows[0].token_sizes
     saved = [_saved(rules, one, tokens) for one in given[inputs + count :]]
     try:
-        body = _Backward(rules.fresh(), backward, [*rows, *(seen for seen, _ in saved)])
+        body = _Backward(rules.of_backward(), backward, [*rows, *(seen for seen, _ in saved)])
     except Refusal as refusal:
         reason = f"in the backward of an autograd.Function: {refusal.reason}"
         raise Refusal(reason, refusal.cure, node) from refusal
@@ -43,7 +52,7 @@ def with_gradient(rules: RowRules, node: fx.Node) -> Rows:
     roots: list[RowExpr] = []
     for one, grad in zip(given[:inputs], backward.graph.output_node().args[0], strict=True):
         if grad is not None and is_tensor(one) and needs_grad(one):
-            row = rules.row(one)
+            row = rules.row(one) or _read_as_rows(rules, one, rows)
             if row is None or not _alike(rules, row.token_sizes, tokens):
                 raise Refusal("an autograd.Function of the logits trains more than rows of them")
             trained.append(row.expr)
@@ -83,6 +92,16 @@ def _saved(rules: RowRules, one: Any, tokens: tuple[Size, ...]) -> tuple[Any, An
     if not _alike(rules, row.token_sizes, tokens):
         raise Refusal("an autograd.Function saves other tokens than it returns")
     return row, row.expr
+
+
+def _read_as_rows(rules: RowRules, one: fx.Node, values: list[RowValue]) -> RowValue | None:
+    """An input from outside whose rows the values are computed from: of its ``detach``."""
+    for expr in leaves([value.expr for value in values]):
+        node = expr.leaf.node if expr.leaf is not None and expr.leaf.tiled else None
+        if is_call(node, aten.detach.default) and node.args[0] is one:
+            seen, _ = _saved(rules, one, values[0].token_sizes)
+            return seen if isinstance(seen, RowValue) else None
+    return None
 
 
 def _alike(rules: RowRules, left: tuple[Size, ...], right: tuple[Size, ...]) -> bool:

@@ -31,6 +31,7 @@ from fxrl.ir.graph import (
     is_quantized_product,
     is_tensor,
     is_view,
+    library_weight,
     reached,
     shape_of,
     val_of,
@@ -51,6 +52,8 @@ _NO_LAYERS = ("fxrl.shard_tokens", "fxrl.gather_tokens", "fxrl.check", "fxrl.cou
 def factors(call: Any) -> tuple[Any, Any, Any]:
     """``(rows, weight, bias)`` of a product: a node, or what else has a target and arguments."""
     args: Any = call.args
+    if isinstance(call, fx.Node) and (weight := library_weight(call)) is not None:
+        return call.all_input_nodes[0], weight, None
     if is_quantized_product(call):
         return args[0], args[3] if str(call.target) == FP8_LINEAR else args[1][0], None
     if call.target in (aten.addmm.default, aten.baddbmm.default):
@@ -139,7 +142,7 @@ def find_wide_products(graph: fx.Graph, width: int) -> list[fx.Node]:
 
 def is_amplifier(node: fx.Node) -> bool:
     """Whether a product widens its rows: more columns out than features in; one batch."""
-    if is_quantized_product(node):
+    if is_quantized_product(node) or library_weight(node) is not None:
         return hint(shape_of(node)[-1]) > hint(shape_of(factors(node)[0])[-1])
     if not is_call(node, *MATRIX_PRODUCTS, aten.bmm.default):
         return False

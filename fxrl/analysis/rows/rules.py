@@ -46,6 +46,7 @@ from fxrl.ir.graph import (
     is_equal,
     is_pointwise,
     is_tensor,
+    library_weight,
     op_name,
     shape_of,
     val_of,
@@ -54,6 +55,9 @@ from fxrl.ir.graph import (
 from fxrl.ir.remark import Refusal
 
 aten = torch.ops.aten
+
+#: The name of a library's ops that multiply rows by a weight.
+LIBRARY_PRODUCT = "library's product"
 
 Rows = RowValue | tuple[RowValue, ...]
 Rule = Callable[["RowRules", fx.Node], Rows]
@@ -69,6 +73,8 @@ class RowRules:
     narrow_products: bool  # whether rows that are narrow again may be multiplied once more
     guards: bool  # whether sizes that are equal as seen may be taken as such, by a guard
     asserted: Set[frozenset[str]]  # pairs of sizes that the graph asserts to be equal when it runs
+    # Whether a product may make rows vocabulary-sized again, as the backward of one does.
+    widens_again: bool = False
     pool: ExprPool = field(default_factory=ExprPool, init=False)
     # Row value of each node that is one; a tuple for ops with several outputs.
     values: dict[fx.Node, Rows] = field(default_factory=dict, init=False)
@@ -77,7 +83,8 @@ class RowRules:
         """``node`` as rows. Raises ``Refusal`` if it mixes tokens, draws random numbers, or has no
         rule."""
         target: Any = node.target
-        rule = self.table.get(target) or self.table.get(str(target))
+        named = LIBRARY_PRODUCT if library_weight(node) is not None else str(target)
+        rule = self.table.get(target) or self.table.get(named)
         if rule is not None:
             return rule(self, node)
         if op_name(node) == "register_hook":
@@ -107,8 +114,9 @@ class RowRules:
         else:
             self.values[node] = self.apply(node)
 
-    def fresh(self) -> RowRules:
-        return replace(self)
+    def of_backward(self) -> RowRules:
+        """The same rules, for a graph that computes gradients."""
+        return replace(self, widens_again=True)
 
     def row(self, node: object) -> RowValue | None:
         value = self.values.get(node) if isinstance(node, fx.Node) else None
