@@ -8,9 +8,10 @@ second, and ``--repeats 0`` off the first, with what it compiles.
 
 A case is ``shape:rank:layers:rows:tokens:gpu_memory:host_memory``; rank 0 trains in full, ``-`` is
 what is free. ``:packed`` (eight documents in a row), ``:padded`` (half of the first rows' tokens),
-``:weights=nf4`` (or ``int4``, ``fp8``; of what is frozen), ``:host-embeddings`` (their tables in
-host memory), ``:micro-batches=N`` and ``:plan=attention/gpu/host/4096/8`` (of every layer, as
-``--plan`` of ``bench.update_step`` with strokes for commas) may follow.
+``:weights=nf4`` (or ``int4``, ``fp8``, or ``bitsandbytes``' NF4; of what is frozen),
+``:host-embeddings`` (their tables in host memory), ``:micro-batches=N`` and
+``:plan=attention/gpu/host/4096/8`` (of every layer, as ``--plan`` of ``bench.update_step`` with
+strokes for commas) may follow.
 
     fxrl bench predictions
     fxrl bench predictions --cases qwen3-8b:32:12:1:8192:9.5GiB:30GiB
@@ -139,8 +140,10 @@ def _measure(case: str, args: argparse.Namespace, results: common.Results) -> No
         },
     )
     with results.row(**asked) as row:
-        model = qwen.make_model(shape, args.device, layers=layers, rank=rank, checkpointing=False)
-        for kind in weights:
+        theirs = "bitsandbytes" in weights
+        given = {"layers": layers, "rank": rank, "bitsandbytes": theirs}
+        model = qwen.make_model(shape, args.device, checkpointing=False, **given)
+        for kind in weights if not theirs else ():
             quantize(model, kind)
         if _HOST_EMBEDDINGS in words:
             offload_embeddings(model)

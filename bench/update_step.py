@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         f"on_miss=error; checkpointing {'off' if args.no_checkpointing else 'on'}; "
         f"{args.micro_batches} micro-batches an update; layers' plan: {args.plan or 'default'}; "
         f"gpu_memory: {args.gpu_memory or 'free'}, host_memory: {args.host_memory or 'free'}"
-        + ("; embeddings in host memory" if args.offload_embeddings else ""),
+        + ("; embeddings in host memory" if args.offload_embeddings else "")
+        + ("; frozen Linears in bitsandbytes' NF4" if args.bitsandbytes else ""),
         f"{args.loss}; {args.shape} shape, {trained}, bf16, random weights; rows of {args.prompt} "
         f"prompt and {args.completion} completion tokens; card: {args.card or 'all'} GiB",
         "grad_error columns: relative L2 distance to the fp32 gradient of the same weights; over "
@@ -169,6 +170,7 @@ def measure_updates(args: argparse.Namespace, results: common.Results) -> None:
         rank=args.rank,
         checkpointing=not args.no_checkpointing,
         input_hook=not args.no_input_hook,
+        bitsandbytes=args.bitsandbytes,
     )
     if args.offload_embeddings:
         offload_embeddings(model)
@@ -267,6 +269,7 @@ def measure_gradients(args: argparse.Namespace, results: common.Results, seed: i
         layers=args.ref_layers,
         rank=args.rank,
         input_hook=not args.no_input_hook,
+        bitsandbytes=args.bitsandbytes,
         seed=seed,
     )
     batch = qwen.make_batch(
@@ -289,7 +292,7 @@ def measure_gradients(args: argparse.Namespace, results: common.Results, seed: i
         torch.compiler.reset()
         common.free_memory(args.device)
     torch.set_float32_matmul_precision("highest")
-    model.float()
+    qwen.widen(model)
     with qwen.attention("math"):  # the fused kernels take no fp32
         loss_fn = make_loss(args.loss)
         true_loss, truth = _gradients(lambda given: loss_fn(model, given), model, batch)
@@ -355,6 +358,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--host-memory", metavar="SIZE")
     parser.add_argument("--offload-embeddings", action="store_true", help="frozen ones, for all")
+    parser.add_argument("--bitsandbytes", action="store_true", help="QLoRA, for all")
     parser.add_argument("--repeats", type=int, default=7, help="0 leaves the timing out")
     parser.add_argument("--variants", default="eager,fxrl", type=common.words)
     parser.add_argument("--ref-layers", type=int, default=12)

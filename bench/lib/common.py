@@ -32,7 +32,7 @@ from fxrl.ir.table import cell, open_table, plain_text
 GiB = 2**30
 _PACKAGES = (
     "torch", "triton", "transformers", "peft", "numpy", "vllm", "trl", "liger-kernel",
-    "cut-cross-entropy", "nvidia-cutlass-dsl", "verl", "unsloth", "unsloth_zoo",
+    "cut-cross-entropy", "nvidia-cutlass-dsl", "verl", "unsloth", "unsloth_zoo", "bitsandbytes",
 )  # fmt: skip
 _WIDEST = 400  # columns of a table that goes to a file: nothing wraps
 _LINE = 150  # of a file, in characters; rows may be longer

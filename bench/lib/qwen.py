@@ -113,6 +113,7 @@ def make_model(
     input_hook: bool = True,
     seed: int = 0,
     scalar_head: bool = False,
+    bitsandbytes: bool = False,
 ) -> nn.Module:
     """A PEFT LoRA model (all linear layers but the head) in training mode, or one to train in full.
 
@@ -124,6 +125,7 @@ def make_model(
         input_hook: keeps the hook that checkpointing puts on the embeddings' output to make it
             require a gradient; LoRA with non-reentrant checkpointing does not need it.
         scalar_head: makes a sequence classifier with one label, a reward model, without LoRA.
+        bitsandbytes: holds the weights under LoRA in that library's NF4, scales quantised too.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -144,6 +146,9 @@ def make_model(
     # to_empty left the rotary frequencies unset: they are a buffer, made anew.
     with torch.device(device):
         base.model.rotary_emb = type(base.model.rotary_emb)(config)
+    if bitsandbytes:
+        _quantize(base.model, dtype)
+        base.is_loaded_in_4bit = True  # by which PEFT knows
     model = _with_lora(base, rank, dtype) if rank else base
     if checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -164,6 +169,31 @@ def _with_lora(base: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
                 if "lora_B" in name:
                     parameter.normal_(0, LORA_B_STD)
     return model
+
+
+def _quantize(part: nn.Module, dtype: torch.dtype) -> None:
+    """Each Linear of a part of a model in NF4, as ``BitsAndBytesConfig`` loads it for QLoRA."""
+    import bitsandbytes as bnb
+
+    kind = {"quant_type": "nf4", "compress_statistics": True}
+    for name, child in list(part.named_children()):
+        if not isinstance(child, nn.Linear):
+            _quantize(child, dtype)
+            continue
+        sizes = child.in_features, child.out_features
+        made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=dtype, device="meta", **kind)
+        weight, device = child.weight.detach(), child.weight.device
+        held = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, module=made, **kind)
+        made.weight = held.to(device)
+        setattr(part, name, made)
+
+
+def widen(model: nn.Module) -> None:
+    """Let a model compute in fp32, with the weights that it has."""
+    model.float()
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):  # bitsandbytes'
+            module.compute_dtype = module.weight.quant_state.dtype = torch.float32
 
 
 def base_model(model: nn.Module) -> Any:

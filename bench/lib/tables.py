@@ -202,6 +202,12 @@ LINES = (
         beside=("fxrl",),
     ),
     Line(
+        "12 layers of Qwen3-8B's shape, QLoRA over bitsandbytes' NF4, 16384 tokens: time, peak",
+        "update_step_qwen3_8b_12_layers_bitsandbytes_h200",
+        _UPDATE_CELLS,
+        "update_ms",
+    ),
+    Line(
         "full KL to a teacher, 4 layers of Qwen3-8B's shape, LoRA, 16384 tokens, H100: time, peak",
         "trl_step_distill_qwen3_8b_4_layers_h100",
         _STEP_CELLS,
