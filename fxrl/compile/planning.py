@@ -501,7 +501,8 @@ class StepChain:
     # -- segments
     @cached_property
     def _given(self) -> dict[Stretch, Option]:
-        """The options of the layers that a given plan has a choice for."""
+        """The options of the layers that a given plan has a choice for. What of it cannot be done to
+        a layer, tiles or groups of heads, stays in its choice: their passes say why."""
         choices: dict[Stretch, CutLayer] = {}
         for run in self.runs:
             given = self.plan.choices.get(run.layer)
@@ -511,7 +512,18 @@ class StepChain:
                 again = given.inputs_on == "again" and run not in self._after
                 choices[run] = replace(given, inputs_on="gpu") if again else given
         found = self._in_segments(choices)
-        return {run: option for run, option in found.items() if option is not None}
+        whole = {
+            run: replace(choices[run], tile_tokens=0, head_groups=0)
+            for run, option in found.items()
+            if option is None
+        }
+        if whole:
+            found = self._in_segments({**choices, **whole})
+        return {
+            run: replace(option, choice=choices[run])
+            for run, option in found.items()
+            if option is not None
+        }
 
     @cached_property
     def _segments(self) -> dict[Stretch, list[Option]]:

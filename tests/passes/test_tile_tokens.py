@@ -119,6 +119,19 @@ def test_missed_where_no_row_wise_stretch_is_wide(block):
     assert [print_graph(region.forward) for region in regions_of(gm).values()] == before
 
 
+def test_the_rest_of_what_a_plan_asks_of_such_a_layer_is_done():
+    model = make_stack(1, block=MixedTokens)
+    options = {"passes": OPTIONS["passes"], "compile_regions": False, "on_miss": "ignore"}
+    config = fxrl.Config(**options, gpu_memory="1GiB")
+    asked = CutLayer("attention", tile_tokens=4)
+    step = fxrl.optimize(model, square_loss, config, plan=Plan({"0:blocks.0": asked}))
+    assert_matches_eager(step, square_loss, model, ids_batch(), tol=1e-12)
+    told = {remark.pass_name: remark.kind for remark in step.report.remarks}
+    assert (told["recompute"], told["tile-tokens"]) == ("applied", "missed")
+    (kernels,) = step.captures[0].kernels.values()
+    assert kernels.region.cut == "attention"
+
+
 def test_missed_by_a_plan_for_another_site():
     (remark,) = (
         TileTokens().run(outlined(1), Plan({"0:blocks.0": TileHead("tile-tokens", 4)})).remarks
