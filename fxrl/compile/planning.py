@@ -501,8 +501,8 @@ class StepChain:
     # -- segments
     @cached_property
     def _given(self) -> dict[Stretch, Option]:
-        """The options of the layers that a given plan has a choice for. What of it cannot be done to
-        a layer, tiles or groups of heads, stays in its choice: their passes say why."""
+        """The options of the layers that a given plan has a choice for. What of it cannot be done,
+        tiles or groups of heads, stays in the choice: their passes say why."""
         choices: dict[Stretch, CutLayer] = {}
         for run in self.runs:
             given = self.plan.choices.get(run.layer)
