@@ -537,7 +537,7 @@ class StepChain:
         apart = {
             number[run] for run in trained if run not in self._after or ahead[run] in self._given
         }
-        parts = {p: None for run in trained for p in self._parts(run)[1:] or self._parts(run)}
+        parts = {p: None for run in trained for p in self._parts(run)[1:] or [(0, 0)]}
         for count, cut, (tile, groups) in itertools.product(SEGMENTS, SEGMENTED, parts):
             way = replace(cut, tile_tokens=tile, head_groups=groups)
             begins = [number[run] % count == 0 or number[run] in apart for run in trained]

@@ -152,7 +152,7 @@ def test_applied():
     report = OpenFunctions().run(gm)
     lines = [line for line in print_graph(gm).splitlines() if "= input" not in line]
     assert_expected_inline(
-        "\n".join([*lines[1:7], *lines[-9:]]),
+        "\n".join([*lines[1:7], *lines[lines.index("@held_0:") :]]),
         """\
 %detach_default = aten.detach.default(%embedding) : f64[2, 5, 8]
 %sigmoid = aten.sigmoid.default(%detach_default) : f64[2, 5, 8]
@@ -160,10 +160,6 @@ def test_applied():
 %held_0 = @held_0
 %fxrl_with_gradient = torch.ops.higher_order.fxrl_with_gradient(%held_0, 1, 1, %embedding, %mul, %detach_default) : (f64[2, 5, 8])
 %getitem = operator.getitem(%fxrl_with_gradient, 0) : f64[2, 5, 8]
-%pow_1 = aten.pow.Tensor_Scalar(%view_1, 2) : f64[2, 5, 3]
-%mean = aten.mean.default(%pow_1) : f64[]
-return %mean
-
 @held_0:
   %mul = aten.mul.Tensor(%grad, 1.25) : f64[2, 5, 8]
   %sigmoid = aten.sigmoid.default(%x) : f64[2, 5, 8]
