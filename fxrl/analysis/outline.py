@@ -152,7 +152,8 @@ def outline(
 
 
 # ---------------------------------------------------------------------------- one body for many
-_RARE = 3  # one call in so many may compute gradients that nobody reads
+#: One call in so many may compute gradients that nobody reads: so the first of two layers, too.
+_RARE = 2
 
 
 def share_widest(gm: fx.GraphModule, calls: Iterable[fx.Node]) -> None:

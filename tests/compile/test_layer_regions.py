@@ -38,9 +38,9 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
     [
         pytest.param("qwen3", 3, 3, 1, False, marks=pytest.mark.slow),
         ("qwen3", 3, 3, 1, True),
-        pytest.param("gemma3", 2, 2, 2, False, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, 2, 1, False, marks=pytest.mark.slow),
         pytest.param("gpt2", 3, 3, 1, False, marks=pytest.mark.slow),
-        ("mixtral", 2, 2, 2, False),
+        ("mixtral", 2, 2, 1, False),
     ],
 )
 def test_layers_become_regions(

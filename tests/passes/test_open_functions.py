@@ -198,9 +198,11 @@ def test_its_mlp_runs_in_tiles(block):
     assert [step.plan.choices[f"0:blocks.{i}"] for i in range(3)] == [tiled] * 3
 
 
-@pytest.mark.parametrize("block", KINDS)
-def test_a_reference_without_gradients_has_the_bits_of_what_is_trained(block):
-    model = make(block).float()
+@pytest.mark.parametrize(("block", "layers"), [*((kind, 3) for kind in KINDS), (Block, 2)])
+def test_a_reference_without_gradients_has_the_bits_of_what_is_trained(block, layers):
+    """Also of a first layer whose input needs no gradient."""
+    model = make(block, layers).float()
+    model.embed.requires_grad_(False)
     step = fxrl.optimize(model, reference_loss, ONLY)
     batch = ids_batch()
     assert step(batch).item() == batch["ids"].float().mean().item()
