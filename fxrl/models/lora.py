@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,18 @@ from torch import nn
 from fxrl.errors import optional, reason_of
 from fxrl.models.hf import ModelError
 from fxrl.models.trust import read_json
+
+
+def _peft() -> Any:
+    """PEFT; bitsandbytes, which it imports where that is installed, would tell of kernels that it
+    does not find."""
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return optional("peft", "LoRA")
+    finally:
+        log.setLevel(level)
 
 
 def lora(
@@ -56,7 +69,7 @@ def lora(
         raise ModelError(f"lora: r={r} is below 1; 8 to 64 is usual")
     if not 0 <= dropout < 1:
         raise ModelError(f"lora: dropout={dropout} is outside [0, 1); 0 is usual for RL")
-    peft = optional("peft", "LoRA")
+    peft = _peft()
     if any(isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer) for m in model.modules()):
         raise ModelError(
             "lora: the model has an adapter already; train that one (without another), merge it "
@@ -105,7 +118,7 @@ class StoredAdapter:
     def put_on(self, model: nn.Module) -> nn.Module:
         """Wraps ``base``, in place, by the adapter, which is trained, in fp32 on a bf16 base as
         ``lora``'s. Raises ``ModelError`` if its weights do not fit the model."""
-        peft = optional("peft", "LoRA")
+        peft = _peft()
         try:
             config = peft.PeftConfig.from_pretrained(str(self.folder))
         except Exception as error:  # of whatever stands in it
@@ -180,7 +193,7 @@ def _wrapped(model: nn.Module, config: Any, fp32_adapter: bool = True) -> nn.Mod
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
         # PEFT's own patterns for experts, of which a model may have none.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-        made: nn.Module = optional("peft", "LoRA").get_peft_model(
+        made: nn.Module = _peft().get_peft_model(
             model, config, autocast_adapter_dtype=fp32_adapter, low_cpu_mem_usage=empty
         )
     return made
