@@ -32,6 +32,7 @@ from fxrl.ir.bodies import (
     modules_of,
     splice,
 )
+from fxrl.ir.build import Builder
 from fxrl.ir.graph import ancestors, hint, is_tensor, shape_of, tensor_val
 from fxrl.ir.graph_pass import Applied, Miss, Normalisation, PassDoc, Site
 from fxrl.ir.remark import Refusal
@@ -53,11 +54,11 @@ class OpenFunctions(Normalisation[Site]):
     )
 
     def match(self, gm: fx.GraphModule) -> Iterator[Site | Miss]:
-        calls = [(owner, call) for owner in modules_of(gm) for call in _calls(owner.graph)]
-        heads = set(find_heads(gm.graph)) if any(owner is gm for owner, _ in calls) else set()
-        for owner, call in calls:
-            halves = call.meta.get(HALVES)
-            in_layer = owner is not gm or layer_path(call) is not None
+        calls = [call for owner in modules_of(gm) for call in _calls(owner.graph)]
+        outside = [call for call in calls if call.graph is gm.graph and layer_path(call) is None]
+        heads = set(find_heads(gm.graph)) if outside else set()
+        for call in calls:
+            halves, in_layer = call.meta.get(HALVES), call not in outside
             if halves is None or not (in_layer or _reads_logits(call, heads)):
                 continue
             if isinstance(halves, Halves):
@@ -88,8 +89,8 @@ def _open(call: fx.Node, halves: Halves) -> None:
     graph, inputs = call.graph, call.args[2:]
     assert graph.owning_module is not None
     results: Any = halves.forward.graph.output_node().args[0]
-    with graph.inserting_before(call):
-        plain = [_without_gradient(arg, call) for arg in inputs]
+    with Builder(graph).before(call) as builder:
+        plain = [_without_gradient(builder, arg) for arg in inputs]
         places, made = splice(graph, halves.forward, plain)
         values, saved = fx.map_arg(results, places.__getitem__)
         trained = [values[index] for index in halves.trained]
@@ -109,14 +110,11 @@ def _open(call: fx.Node, halves: Halves) -> None:
     graph.erase_node(call)
 
 
-def _without_gradient(arg: Any, call: fx.Node) -> Any:
+def _without_gradient(builder: Builder, arg: Any) -> Any:
     """A float's values alone, also where none needs a gradient: in a model's first layer."""
     val = tensor_val(arg)
-    if val is None or not val.is_floating_point():
-        return arg
-    plain = call.graph.call_function(aten.detach.default, (arg,))
-    plain.meta = _place(call) | {"val": val.detach(), "requires_grad": False}
-    return plain
+    floats = val is not None and val.is_floating_point()
+    return builder.call(aten.detach.default, arg) if floats else arg
 
 
 def _place(call: fx.Node) -> dict[str, Any]:

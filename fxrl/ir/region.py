@@ -113,19 +113,20 @@ class Region:
     @cached_property
     def id_without_grads(self) -> str:
         """What the id would be if no gradient were wanted: equal where only those differ."""
-        specs = [replace(spec, needs_grad=False) for spec in self.inputs]
-        return self._hash(body_text(self.forward), specs)
+        return self._hash_without_grads(body_text(self.forward))
 
     @cached_property
     def id_of_values(self) -> str:
         """Equal for regions that return the same, whatever has a gradient, and which one."""
-        specs = [replace(spec, needs_grad=False) for spec in self.inputs]
-        return self._hash(_text_of_values(self.forward), specs)
+        return self._hash_without_grads(_text_of_values(self.forward))
 
     @cached_property
     def id_on_any_gpu(self) -> str:
         """What the id would be were the GPU another one of its kind."""
         return self._hash(text_on_any_gpu(self.forward), self.inputs, any_gpu=True)
+
+    def _hash_without_grads(self, body: str) -> str:
+        return self._hash(body, [replace(spec, needs_grad=False) for spec in self.inputs])
 
     def _hash(self, body: str, specs: Sequence[InputSpec], *, any_gpu: bool = False) -> str:
         symbols = Symbols()

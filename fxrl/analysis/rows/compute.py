@@ -317,10 +317,10 @@ def _of_quantized(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
 
 def _of_library(rules: RowRules, node: fx.Node, rows: RowExpr) -> RowExpr:
     """Rows times a weight by a library's op: all else that it reads is the same for every row."""
-    first = node.all_input_nodes[0]
+    multiplied, _, _ = factors(node)
 
     def operand(arg: fx.Node) -> Any:
-        return rows if arg is first else shared_leaf(rules, arg)
+        return rows if arg is multiplied else shared_leaf(rules, arg)
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
     return rules.pool.call(node.target, *args, **kwargs)
